@@ -1,0 +1,243 @@
+"""Takes a batch, its metadata and the call's values; gives what a Program reads, or refuses before any work.
+
+Here is everything that depends on the caller's own shape, keys or Python objects. Numbers in tensors are checked inside
+the Program, which reports them as flags (status.py).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_adv.batch import TrajBatchMeta, as_meta, check_meta
+from compiled_adv.channel import INPUTS, OPTIONAL
+from compiled_adv.errors import (
+    BadMask,
+    CallError,
+    EmptyBatch,
+    MissingKey,
+    WrongDevice,
+    WrongDtype,
+    WrongShape,
+    WrongType,
+    suggest,
+)
+from compiled_adv.pipeline import by_group
+from compiled_adv.resolve import BUILT_IN, Resolved
+from compiled_adv.scalars import is_finite
+from compiled_adv.spec import Spec
+
+REQUIRED = ("input_ids", "attention_mask", "loss_mask", "rewards", "logprobs")
+MASKS = ("attention_mask", "loss_mask", "is_truncated")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What may change from call to call: the trainer's process-reward settings."""
+
+    advantage_shaping_mode: str = "additive"
+    gvpo_negative_scale: float = 0.2
+    gvpo_zero_penalty: float = 0.4
+    gvpo_zero_eps: float = 1e-6
+
+    @property
+    def gvpo(self) -> tuple[float, float, float]:
+        return self.gvpo_negative_scale, self.gvpo_zero_penalty, self.gvpo_zero_eps
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """One call's input: the caller's own batch, untouched, and the channels that a Program reads."""
+
+    data: Mapping[str, Any]
+    meta: TrajBatchMeta | None
+    call: Call
+    config: Any
+    rows: int
+    tokens: int
+    device: torch.device
+    channels: dict[str, Tensor]
+
+    @property
+    def explicit_references(self) -> bool:
+        groups = (self.meta and self.meta.rollout_groups) or []
+        return any(reference is not None for group in groups if group for reference in group.rewards)
+
+
+def admit_call(values: Mapping[str, Any], spec: Spec, resolved: Resolved) -> Call:
+    """The per-call values; gvpo's are checked where gvpo runs."""
+    known = [f.name for f in fields(Call)]
+    for name in values:
+        if name not in known:
+            raise CallError(f"unknown per-call value '{name}'", at="compute(...)", hint=suggest(name, known))
+    call = Call(**values)
+    mode, modes = call.advantage_shaping_mode, BUILT_IN["process_adv_shaping"]
+    if mode not in modes:
+        hint = suggest(mode, modes)
+        raise CallError("unknown advantage_shaping_mode", at="compute(...)", found=repr(mode), hint=hint)
+    chosen = mode if resolved.process is None else resolved.process
+    if chosen in ("gvpo", "process_weighted") and not spec.token_rewards_as_adv:
+        what = f"{chosen} shapes advantages by direct token rewards"
+        raise CallError(what, at=spec.at("actor.token_rewards_as_adv"), found=False, hint="token_rewards_as_adv: true")
+    if chosen == "process_weighted" and spec.mask_no_eos_with_zero:
+        what, at = "process_weighted excludes mask_no_eos_with_zero", spec.at("actor.mask_no_eos_with_zero")
+        raise CallError(what, at=at, found=True, hint="mask_no_eos_with_zero: false")
+    if chosen == "gvpo":
+        for name, value in zip(known[1:], call.gvpo, strict=True):
+            if name.removeprefix("gvpo_") not in resolved.process_kwargs and not _is_size(value):
+                raise CallError(f"{name} must be a finite number, at least 0", at="compute(...)", found=repr(value))
+    return call
+
+
+def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> Admitted:
+    """The batch as channels; every refusal that needs no look at the numbers happens here."""
+    if not isinstance(batch, Mapping):
+        raise WrongType("a batch is a mapping from names to tensors", at="batch", found=type(batch).__name__)
+    for key in REQUIRED:
+        if key not in batch:
+            raise MissingKey(f"the batch has no '{key}'", at="batch", found=f"keys {', '.join(map(str, batch))}")
+    if "prox_logp" not in batch and spec.recompute_logprob and not spec.use_decoupled_loss:
+        raise MissingKey("recompute_logprob reads 'prox_logp'", at=spec.at("actor.recompute_logprob"))
+    if "is_truncated" not in batch and spec.advantage.rules == "strict":
+        what = "strict rules read 'is_truncated': the padded width does not say who was cut"
+        raise MissingKey(what, at=spec.at("actor.advantage.rules"), hint="is_truncated, bool [B]")
+    by_turn = spec.estimator == "turn_gae"
+    if "turn_ids" not in batch and by_turn:
+        raise MissingKey("turn GAE reads 'turn_ids'", at=spec.at("actor.advantage.estimator"))
+
+    mask = _tensor(batch, "loss_mask")
+    if mask.ndim != 2:
+        raise WrongShape("'loss_mask' must be [rows, tokens]", at="batch['loss_mask']", found=list(mask.shape))
+    rows, tokens = mask.shape
+    if rows == 0 or tokens == 0:
+        raise EmptyBatch("the batch has no rows or no tokens", at="batch['loss_mask']", found=list(mask.shape))
+
+    _reads_tensor(batch, "input_ids", (rows, tokens), mask.device)
+    channels = {}
+    for key in _read_keys(batch, spec, resolved):
+        shape = (rows,) if INPUTS[key].dims == "B" else (rows, tokens)
+        channels[key] = _channel(key, _reads_tensor(batch, key, shape, mask.device))
+    if "is_truncated" not in channels:
+        channels["is_truncated"] = torch.zeros(rows, device=mask.device)
+
+    meta = as_meta(meta)
+    grouped = by_group(spec.adv_norm) or by_group(spec.reward_norm)
+    check_meta(meta, rows, sizes_matter=grouped)
+    channels |= _membership(meta, rows, tokens, "is_truncated" in batch, mask.device)
+    channels["gvpo"] = _small(call.gvpo, torch.float32, mask.device)
+    config = spec.config
+    return Admitted(batch, meta, call, config, rows, tokens, mask.device, channels)
+
+
+def _read_keys(batch: Mapping[str, Any], spec: Spec, resolved: Resolved) -> list[str]:
+    """The batch's keys that this configuration reads."""
+    folds = "token_rewards" in batch and not spec.token_rewards_as_adv
+    turns = spec.estimator == "turn_gae" or resolved.lambda_fn is not None or resolved.estimator is not None or folds
+    skipped = {
+        "prox_logp": not spec.recompute_logprob or spec.use_decoupled_loss,
+        "turn_ids": not turns,
+    }
+    keys = ["attention_mask", "loss_mask", "rewards", "logprobs", *OPTIONAL, "is_truncated"]
+    return [key for key in keys if batch.get(key) is not None and not skipped.get(key, False)]
+
+
+def _tensor(batch: Mapping[str, Any], key: str) -> Tensor:
+    x = batch[key]
+    if not isinstance(x, Tensor):
+        raise WrongType(f"'{key}' must be a tensor", at=f"batch['{key}']", found=type(x).__name__)
+    if x.layout != torch.strided or x.is_quantized or x.device.type == "meta":
+        found = f"{x.layout}, {x.dtype}, {x.device}"
+        raise WrongType(f"'{key}' must be a plain tensor", at=f"batch['{key}']", found=found)
+    return x
+
+
+def _reads_tensor(batch: Mapping[str, Any], key: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    x = _tensor(batch, key)
+    at = f"batch['{key}']"
+    if tuple(x.shape) != shape:
+        raise WrongShape(f"'{key}' has the wrong shape", at=at, found=f"{list(x.shape)}, not {[*shape]}")
+    if x.device != device:
+        raise WrongDevice(f"'{key}' is on another device", at=at, found=f"{x.device}, loss_mask {device}")
+    return x
+
+
+def _channel(key: str, x: Tensor) -> Tensor:
+    """x in the dtype that Programs read; a mask of any dtype counts what is not zero."""
+    if x.is_complex() or (key == "turn_ids" and (x.is_floating_point() or x.dtype == torch.bool)):
+        wanted = "integers" if key == "turn_ids" else "real numbers"
+        raise WrongDtype(f"'{key}' must hold {wanted}", at=f"batch['{key}']", found=x.dtype)
+    if not x.is_floating_point() and key in ("logprobs", "prox_logp", "ref_logp", "values"):
+        raise WrongDtype(f"'{key}' must be floating point", at=f"batch['{key}']", found=x.dtype)
+    x = x.detach()
+    if key in MASKS and x.is_floating_point() and not torch.isfinite(x).all():
+        rows = (~torch.isfinite(x)).reshape(len(x), -1).any(1).nonzero().flatten().tolist()
+        raise BadMask(f"'{key}' holds a non-finite number", at=f"batch['{key}']", found=f"rows {rows[:8]}")
+    if key in MASKS and x.is_floating_point() and x.dtype != torch.float32:
+        return (x != 0).to(torch.float32)
+    return x.to(INPUTS[key].dtype)
+
+
+def _membership(
+    meta: TrajBatchMeta | None, rows: int, tokens: int, truncation_given: bool, device: torch.device
+) -> dict[str, Tensor]:
+    """Who belongs to which logical rollout and prompt, as index tensors; a row is its own rollout without metadata."""
+    sizes: tuple[int, ...] = ()
+    rollouts: tuple[tuple[tuple[int, ...], tuple[float | None, ...]] | None, ...] | None = None
+    if meta is not None:
+        sizes = tuple(int(size) for size in meta.traj_group_sizes) if _counts(meta.traj_group_sizes, rows) else ()
+        if meta.rollout_groups is not None:
+            rollouts = tuple(g and (tuple(g.row_counts), tuple(g.rewards)) for g in meta.rollout_groups)  # type: ignore[misc]
+    return _index(rows, tokens, truncation_given, sizes, rollouts, device)
+
+
+def _counts(sizes: list[int], rows: int) -> bool:
+    """Whether sizes map every row to a prompt; where no group level is used they need not."""
+    return all(isinstance(size, int) and size > 0 for size in sizes) and sum(sizes) == rows
+
+
+@lru_cache(maxsize=256)
+def _index(
+    rows: int,
+    tokens: int,
+    truncation_given: bool,
+    sizes: tuple[int, ...],
+    rollouts: tuple[Any, ...] | None,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The tensors of one composition, made once: only Programs read them, and none is written to."""
+    group_of_row = [i for i, size in enumerate(sizes) for _ in range(size)] or [-1] * rows
+    first_row: list[int] = []
+    references: list[float] = []
+    member_of_row: list[int] = []
+    start = 0
+    for i, size in enumerate(sizes if rollouts is not None else ()):
+        counts, rewards = (rollouts and rollouts[i]) or ((1,) * size, ())
+        for count, reference in zip(counts, rewards or (None,) * len(counts), strict=True):
+            member_of_row += [len(first_row)] * count
+            first_row.append(start)
+            references.append(math.nan if reference is None else float(reference))
+            start += count
+    if not first_row:
+        first_row, member_of_row, references = [*range(rows)], [*range(rows)], [math.nan] * rows
+    members = len(first_row)
+    facts = (rows, tokens, members, truncation_given, bool(sizes), rollouts is not None)
+    fill = rows - members
+    return {
+        "group_of_row": _small(group_of_row, torch.int64, device),
+        "member_of_row": _small(member_of_row, torch.int64, device),
+        "first_row": _small(first_row + [0] * fill, torch.int64, device),
+        "references": _small(references + [math.nan] * fill, torch.float32, device),
+        "facts": _small(facts, torch.int64, device),
+    }
+
+
+def _small(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype).to(device)
+
+
+def _is_size(value: Any) -> bool:
+    return is_finite(value) and value >= 0

@@ -1,0 +1,145 @@
+"""Takes a command line; gives tables or JSON. Bad input ends in one message on standard error and exit code 2."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+try:
+    import typer
+except ModuleNotFoundError:
+    print("the shell needs its extra: pip install 'compiled-adv[shell]'", file=sys.stderr)
+    raise SystemExit(2) from None
+
+import compiled_adv
+from compiled_adv.errors import AdvantageWarning, CompiledAdvError, FileError
+from compiled_adv.rollouts import EMBEDDED, find_rollouts, plan_results, read_groups, write_group
+from compiled_adv.show import result_table, summarise
+from compiled_adv.spec import Spec
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Backend = Literal["reference", "eager", "compiled"]
+ConfigOption = Annotated[str, typer.Option("--config", help="A YAML or JSON file, or the name of a shipped recipe.")]
+BackendOption = Annotated[Backend | None, typer.Option("--backend", help="Instead of the configured one.")]
+
+
+@contextmanager
+def _one_message() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # the reader left, such as `head`: typer ends quietly
+    except (CompiledAdvError, OSError) as error:
+        message = error if isinstance(error, CompiledAdvError) else FileError(str(error))
+        typer.echo("\n".join([str(message), *getattr(error, "__notes__", ())]), err=True)
+        raise typer.Exit(2) from None
+
+
+def _load(config: str, backend: Backend | None) -> Spec:
+    spec = compiled_adv.load_config(config)
+    if backend is None:
+        return spec
+    return spec.model_copy(update={"advantage": spec.advantage.model_copy(update={"backend": backend})})
+
+
+@app.command()
+def run(
+    config: ConfigOption = "default",
+    rollouts: Annotated[
+        Path | None, typer.Option(help="A rollout file or a folder of them; the embedded rollouts if left out.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for one result file per group; none if left out.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an --out that is not empty.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    backend: BackendOption = None,
+) -> None:
+    """Compute the advantages of rollout groups: one batch and one table per folder."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with _one_message():
+        root = EMBEDDED if rollouts is None else rollouts
+        folders = find_rollouts(root)
+        results = {} if out is None else plan_results(out, root, folders, overwrite=overwrite)
+        spec = _load(config, backend)
+        compute = compiled_adv.build(spec)
+        summaries, groups = [], {}
+        terminal = Console(stderr=True)
+        with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+            for folder, paths in folders.items():
+                name = str(folder) if folder.parts else root.resolve().name
+                task = progress.add_task(f"computing {name}", total=None)
+                try:
+                    batch, meta = compiled_adv.concat_batch(read_groups(progress.track(paths, description="reading")))
+                    output, seconds = _timed(compute, batch, meta)
+                except CompiledAdvError as error:
+                    error.add_note(f"  in    {name}")
+                    raise
+                progress.remove_task(task)
+                summaries.append(
+                    summarise(name, batch, output, groups=len(paths), seconds=seconds, warnings=compute.last_warnings)
+                )
+                if results:
+                    groups[folder] = compiled_adv.split_batch(output, meta)
+            # Only now, so that bad input in a later folder leaves nothing behind.
+            written = [pair for folder, paths in results.items() for pair in zip(paths, groups[folder], strict=True)]
+            for path, group in progress.track(written, description="writing"):
+                write_group(path, group)
+        if json:
+            facts = {"backend": spec.advantage.backend, "batches": [summary.as_dict() for summary in summaries]}
+            typer.echo(jsonlib.dumps(facts, indent=1))
+            return
+        # A pipe has no width of its own, and 80 would cut numbers off.
+        console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 100)
+        for summary in summaries:
+            console.print(result_table(summary))
+
+
+def _timed(compute: Any, batch: dict[str, Any], meta: Any) -> tuple[dict[str, Any], float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AdvantageWarning)  # the table counts them
+        start = time.perf_counter()
+        output = compute(batch, meta)
+        return output, time.perf_counter() - start
+
+
+@app.command()
+def explain(
+    config: ConfigOption = "default",
+    format: Annotated[Literal["text", "json"], typer.Option(help="For people or for machines.")] = "text",
+) -> None:
+    """Print the stages that a config declares, and what flows between them."""
+    with _one_message():
+        compute = compiled_adv.build(config)
+        typer.echo(compute.explain() if format == "text" else jsonlib.dumps(compute.explain(format="json"), indent=1))
+
+
+@app.command()
+def conformance(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of golden files.")],
+    backend: BackendOption = None,
+    rules: Annotated[Literal["default", "strict", "all"], typer.Option(help="Which cases, by rule set.")] = "all",
+) -> None:
+    """Hold the computation to golden files: inputs with the right outputs, warnings and refusals."""
+    from compiled_adv.conformance import run_folder
+
+    with _one_message():
+        results = run_folder(folder, backend=backend, rules=rules)
+    counts = Counter(result.status for result in results)
+    for result in results:
+        if result.status == "failed":
+            typer.echo(f"{result.name}: {' '.join(result.reason.split())}")
+    typer.echo(", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped")))
+    raise typer.Exit(1 if counts["failed"] else 0)
+
+
+def main() -> None:
+    app()

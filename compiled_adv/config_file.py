@@ -1,0 +1,114 @@
+"""Takes a path or a recipe's name; gives the file's content and the line of each of its keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from compiled_adv.errors import ConfigNotFound, InvalidValue, suggest
+
+MAX_BYTES = 1_000_000
+MAX_NODES = 100_000  # aliases counted as often as they are used, so that a small file cannot stand for a huge one
+MAX_DEPTH = 64
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML whose floats follow YAML 1.2: `1e-5` is a number, which 1.1 reads as a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def recipes() -> dict[str, Path]:
+    """The shipped recipes by name: beside this file in an installed package, beside the package in a checkout."""
+    here = Path(__file__).parent
+    folder = next((x for x in (here / "configs", here.parent / "configs") if (x / "default.yaml").is_file()), here)
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find(config: str | os.PathLike[str]) -> Path:
+    """The file that a path or a recipe's name means."""
+    known = recipes()
+    if isinstance(config, str) and config in known:
+        return known[config]
+    path = Path(config)
+    try:
+        found = path.is_file()
+    except OSError:  # a name longer than a file's may be
+        found = False
+    if not found:
+        what = f"'{str(config)[:80]}' is neither a file nor a shipped recipe"
+        raise ConfigNotFound(what, hint=suggest(path.stem, known))
+    return path
+
+
+def read(path: Path) -> tuple[Any, dict[str, int]]:
+    """The content of a YAML or JSON file, and the line of each dotted key (YAML only). A key twice is an error."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigNotFound(f"cannot read {path}", found=error.strerror) from error
+    if len(raw) > MAX_BYTES:
+        raise InvalidValue(f"a configuration file has at most {MAX_BYTES} bytes", at=path.name)
+    try:
+        if path.suffix == ".json":
+            return json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, path)), {}
+        return _read_yaml(raw, path)
+    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"{path.name} cannot be parsed", at=str(path), found=error) from error
+    except RecursionError as error:
+        raise InvalidValue(f"{path.name} is nested too deeply", at=str(path)) from error
+
+
+def _read_yaml(raw: bytes, path: Path) -> tuple[Any, dict[str, int]]:
+    loader = _Loader(raw)
+    try:
+        root = loader.get_single_node()
+        lines: dict[str, int] = {}
+        if root is None:
+            return None, lines
+        _walk(root, (), lines, path)
+        return loader.construct_document(root), lines
+    finally:
+        loader.dispose()
+
+
+def _walk(root: yaml.Node, start: tuple[str, ...], lines: dict[str, int], path: Path) -> None:
+    """Note the line of each key; refuse a key given twice, and a file that aliases blow up or that never ends."""
+    todo, seen = [(root, start)], 0
+    while todo:
+        node, keys = todo.pop()
+        seen += 1
+        if seen > MAX_NODES or len(keys) > MAX_DEPTH:
+            raise InvalidValue(f"{path.name} is too large once its aliases are followed", at=str(path))
+        if isinstance(node, yaml.SequenceNode):
+            todo += [(item, (*keys, str(i))) for i, item in enumerate(node.value)]
+        elif isinstance(node, yaml.MappingNode):
+            names: set[str] = set()
+            for key, value in node.value:
+                name = key.value if isinstance(key, yaml.ScalarNode) else "?"
+                line = key.start_mark.line + 1
+                if name in names:
+                    raise InvalidValue(f"the key '{name}' is given twice", at=f"{path.name}:{line}")
+                names.add(name)
+                lines[".".join((*keys, name))] = line
+                todo.append((value, (*keys, name)))
+
+
+def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidValue(f"the key '{twice}' is given twice", at=path.name)
+    return content

@@ -1,0 +1,245 @@
+"""Takes a Spec, its resolved functions and the channels of a batch; gives the Pipeline: stages wired into a DAG.
+
+Stages talk in channel names; the Pipeline talks in versions (`rewards`, `rewards.1`), each written once. What is
+absent or not configured is settled here, so that no stage asks at run time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+
+from compiled_adv.errors import Cycle, MissingChannel
+from compiled_adv.gae import BUILT_IN_LAMBDAS
+from compiled_adv.resolve import Plugin, Resolved
+from compiled_adv.spec import Spec
+from compiled_adv.stage import Stage
+from compiled_adv.stages.adv_norm import AdvantageMoments, AdvantageScale, AdvNorm
+from compiled_adv.stages.alignment import Alignment, CountActions, GeneratedTokens, Lengths, Truncation
+from compiled_adv.stages.estimator import (
+    AlignTurnIds,
+    ConstantLambda,
+    CriticValues,
+    LambdaByLength,
+    PlaceOutcome,
+    TokenGAE,
+    TurnCounts,
+    TurnGAE,
+    Turns,
+)
+from compiled_adv.stages.kl_rewards import KLInAdvantage, KLRewards
+from compiled_adv.stages.length_penalty import LengthPenalty, RawRewards
+from compiled_adv.stages.logprobs import BehaviorLogprobs, ProximalLogprobs, ReferenceLogprobs
+from compiled_adv.stages.plugin import EstimatorPlugin, LambdaPlugin, OutcomePlugin, ProcessPlugin
+from compiled_adv.stages.process_adv_shaping import GVPO, Additive, FiniteResult, ProcessWeighted
+from compiled_adv.stages.process_rewards import DirectRewards, FoldedRewards, ProcessRewards
+from compiled_adv.stages.reward_norm import RewardNorm, RowGroups, SameRawRewards, Score, Units
+from compiled_adv.stages.strict import STRICT
+
+FLAG = "flag:"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One stage in its place: the version behind each thing it reads (None: absent), writes and flags."""
+
+    name: str
+    stage: Stage
+    reads: tuple[str | None, ...]
+    writes: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+    @property
+    def produced(self) -> tuple[str, ...]:
+        return self.writes + self.flags
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages over channel versions. `inputs` enter, `outputs` (name, version) leave, and so does every flag."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def graph(self) -> "nx.MultiDiGraph[str]":
+        """Nodes by name, with 'in' and 'out'; an edge for each version that one reads from another, keyed by it."""
+        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
+        graph.add_nodes_from(["in", *(node.name for node in self.nodes), "out"])
+        writer = dict.fromkeys(self.inputs, "in") | {v: node.name for node in self.nodes for v in node.produced}
+        wanted = [(node.name, version) for node in self.nodes for version in node.reads if version is not None]
+        wanted += [("out", version) for _, version in self.outputs] + [("out", version) for version in self.flags]
+        for reader, version in wanted:
+            if version in writer:
+                graph.add_edge(writer[version], reader, key=version)
+        return graph
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return tuple(flag for node in self.nodes for flag in node.flags)
+
+    def node(self, name: str) -> Node:
+        return next(node for node in self.nodes if node.name == name)
+
+    def in_order(self) -> "Pipeline":
+        """The same Pipeline with its nodes in an order in which each version is written before it is read."""
+        place = {node.name: i for i, node in enumerate(self.nodes)}
+        try:
+            order = list(nx.lexicographical_topological_sort(self.graph, key=lambda name: place.get(name, -1)))
+        except nx.NetworkXUnfeasible as error:
+            loop = " -> ".join(edge[0] for edge in nx.find_cycle(self.graph))
+            raise Cycle("stages wait for each other", found=loop) from error
+        by_name = {node.name: node for node in self.nodes}
+        return replace(self, nodes=tuple(by_name[name] for name in order if name in by_name))
+
+
+class Wiring:
+    """Adds stages one after another, each reading the newest version of its channels."""
+
+    def __init__(self, inputs: Iterable[str], replaced: dict[type[Stage], type[Stage]]) -> None:
+        self.inputs = tuple(inputs)
+        self.replaced = replaced
+        self.newest: dict[str, str] = {name: name for name in self.inputs}
+        self.written: dict[str, int] = {name: 1 for name in self.inputs}
+        self.nodes: list[Node] = []
+
+    def add(self, stage: Stage) -> None:
+        """Wire one stage, or what stands for it under these rules."""
+        if (other := self.replaced.get(type(stage))) is not None:
+            stage = other(**stage.numbers())
+        reads = tuple(self.read(stage, name) for name in stage.reads)
+        name = type(stage).__name__
+        same = sum(type(node.stage) is type(stage) for node in self.nodes)
+        writes = tuple(self.write(channel) for channel in stage.writes)
+        flags = tuple(self.write(FLAG + flag) for flag in stage.flags)
+        self.nodes.append(Node(f"{name}.{same}" if same else name, stage, reads, writes, flags))
+
+    def read(self, stage: Stage, name: str) -> str | None:
+        version = self.newest.get(name.removesuffix("?"))
+        if version is None and not name.endswith("?"):
+            what = f"{type(stage).__name__} reads '{name}', which no earlier stage writes and the batch does not carry"
+            raise MissingChannel(what, at=stage.slot or None, found=f"have {', '.join(self.newest)}")
+        return version
+
+    def write(self, channel: str) -> str:
+        count = self.written.get(channel, 0)
+        self.written[channel] = count + 1
+        self.newest[channel] = f"{channel}.{count}" if count else channel
+        return self.newest[channel]
+
+    def has(self, channel: str) -> bool:
+        return channel in self.newest
+
+
+def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, mopd: bool = False) -> Pipeline:
+    """The default order as a Pipeline, for a batch with these input channels and this per-call shaping mode."""
+    wiring = Wiring(sorted(inputs), STRICT if spec.advantage.rules == "strict" else {})
+    add, newest = wiring.add, wiring.newest
+    outputs: dict[str, str] = {}
+
+    add(Lengths())
+    add(GeneratedTokens())
+    add(Alignment())
+    add(Truncation())
+    outputs |= {"loss_mask": newest["loss_mask"], "is_truncated": newest["is_truncated"]}
+
+    add(RawRewards())
+    norm = spec.reward_norm
+    if norm is not None and norm.mean_level is None and norm.std_level is None:
+        norm = None
+    if spec.overlong_reward_penalty:
+        if norm is not None:
+            add(SameRawRewards())
+        add(LengthPenalty(spec.overlong_tokens, spec.overlong_penalty_factor, spec.max_new_tokens))  # type: ignore[arg-type]
+    if resolved.outcome is not None:
+        add(OutcomePlugin(resolved.outcome, penalised=spec.overlong_reward_penalty, normalised=norm is not None))
+    outputs["rewards"] = newest["rewards"]
+    score = Score(spec.reward_bias, spec.reward_scaling, spec.reward_clip)
+    add(score)
+    if norm is not None:
+        add(RowGroups(norm.group_size if by_group(norm) else 1))
+        add(Units(score, spec.mask_no_eos_with_zero))
+        add(RewardNorm(norm, spec.mask_no_eos_with_zero))
+
+    add(BehaviorLogprobs())
+    if mopd:
+        outputs["mopd_behavior_logprobs"] = newest["behavior_logprobs"]
+    newest["logprobs"] = newest["behavior_logprobs"]
+    if spec.recompute_logprob and not spec.use_decoupled_loss:
+        add(ProximalLogprobs())
+        newest["logprobs"] = newest["prox_logp"]
+    outputs["logprobs"] = newest["logprobs"]
+    if not spec.use_decoupled_loss:
+        outputs["prox_logp"] = newest["logprobs"]
+    if wiring.has("ref_logp"):
+        add(ReferenceLogprobs())
+        outputs["ref_logp"] = newest["ref_logp"]
+    add(KLRewards(spec.kl_ctl, spec.kl_estimator))
+    outputs["kl_rewards"] = newest["kl_rewards"]
+    add(KLInAdvantage())
+
+    add(PlaceOutcome(spec.mask_no_eos_with_zero))
+    if wiring.has("token_rewards"):
+        add(ProcessRewards(spec.mask_no_eos_with_zero))
+        add(DirectRewards() if spec.token_rewards_as_adv else FoldedRewards())
+    if wiring.has("values"):
+        add(CriticValues())
+    _estimate(wiring, spec, resolved)
+    outputs |= {name: newest[name] for name in ("returns", "tot_rewards")}
+
+    if spec.adv_norm is not None:
+        add(AdvantageMoments())
+        add(RowGroups(spec.adv_norm.group_size if by_group(spec.adv_norm) else 1))
+        add(AdvantageScale(spec.adv_norm))
+        add(AdvNorm())
+    _shape(wiring, spec, resolved, mode)
+    outputs["advantages"] = newest["advantages"]
+    add(FiniteResult())
+    return Pipeline(tuple(wiring.nodes), wiring.inputs, tuple(outputs.items()))
+
+
+def by_group(norm: Any) -> bool:
+    """Whether a norm block has a group level."""
+    return norm is not None and "group" in (norm.mean_level, norm.std_level)
+
+
+def _estimate(wiring: Wiring, spec: Spec, resolved: Resolved) -> None:
+    add = wiring.add
+    by_turn = spec.estimator == "turn_gae"
+    reads_turns = by_turn or resolved.estimator is not None or resolved.lambda_fn is not None
+    if wiring.has("turn_ids") and reads_turns:
+        add(AlignTurnIds())
+    if resolved.estimator is not None:
+        add(EstimatorPlugin(resolved.estimator, spec.discount))
+        return
+    if by_turn:
+        add(Turns())
+    if resolved.lambda_fn is None:
+        add(ConstantLambda(float(spec.gae_lambda)))
+    else:
+        if wiring.has("aligned_turn_ids") and not by_turn:
+            add(TurnCounts())
+        add(_lambda(resolved.lambda_fn, "turn" if by_turn else "token", wiring))
+    add(TurnGAE(spec.discount) if by_turn else TokenGAE(spec.discount))
+
+
+def _lambda(plugin: Plugin, unit: str, wiring: Wiring) -> Stage:
+    if plugin.fn not in BUILT_IN_LAMBDAS:
+        return LambdaPlugin(plugin, unit)
+    wiring.add(CountActions())
+    return LambdaByLength(plugin.fn, tuple(plugin.kwargs.items()), unit)
+
+
+def _shape(wiring: Wiring, spec: Spec, resolved: Resolved, mode: str) -> None:
+    chosen = mode if resolved.process is None else resolved.process
+    if isinstance(chosen, Plugin):
+        wiring.add(ProcessPlugin(chosen))
+        return
+    if wiring.has("direct"):
+        if chosen == "gvpo":
+            wiring.add(GVPO(**resolved.process_kwargs))
+        else:
+            wiring.add(Additive() if chosen == "additive" else ProcessWeighted())

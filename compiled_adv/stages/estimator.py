@@ -1,0 +1,205 @@
+"""Takes scores, KL, folded rewards, values and masks; gives advantages, returns and total rewards.
+
+Token GAE: https://arxiv.org/abs/1506.02438 over generated tokens. Turn GAE: one step per turn. Both are the masked
+two-state recurrence of kernels/. Source: semantics.md, "token GAE" and "turn GAE".
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_adv import kernels
+from compiled_adv.stage import Stage
+from compiled_adv.stages.process_rewards import align_turn_ids
+from compiled_adv.stages.select import at_column, bad_rows, columns, fact, finite, last_valid, select
+
+
+class PlaceOutcome(Stage):
+    """The score at the column that chose the row's last valid token, whether or not that token was generated."""
+
+    slot = "actor.mask_no_eos_with_zero"
+    reads = ("scores", "lengths", "actions", "is_truncated")
+    writes = ("outcome",)
+    flags = ("outcome_on_masked_token",)
+
+    mask_no_eos: bool
+
+    def forward(self, scores_B, lengths_B, actions_BT, is_truncated_B):
+        last_B = (lengths_B - 2).clamp(min=0)
+        kept_B = ~((is_truncated_B > 0) & self.mask_no_eos)
+        lost_B = kept_B & (at_column(actions_BT, last_B) == 0)
+        here_BT = columns(actions_BT) == self.column(last_B, actions_BT)[:, None]
+        score_B = torch.where(kept_B, scores_B.to(torch.float32), 0.0)
+        return torch.where(here_BT, score_B[:, None], 0.0), lost_B
+
+    def column(self, last_B: Tensor, actions_BT: Tensor) -> Tensor:
+        return last_B
+
+
+class CriticValues(Stage):
+    """Values with 0 in place of a non-finite one in a masked slot, and the value after each row's last valid token."""
+
+    reads = ("values", "loss_mask", "lengths", "is_truncated", "facts")
+    writes = ("values", "bootstrap_values")
+    flags = ("nonfinite_values",)
+
+    def forward(self, values_BT, mask_BT, lengths_B, is_truncated_B, facts):
+        clean_BT = torch.where(finite(values_BT), values_BT, 0.0)
+        last_B = last_valid(lengths_B, fact(facts, "tokens"))
+        bad_bootstrap_B = (is_truncated_B > 0) & ~finite(at_column(values_BT, last_B))
+        return clean_BT, at_column(clean_BT, last_B), bad_rows(select(mask_BT, values_BT)) | bad_bootstrap_B
+
+
+class AlignTurnIds(Stage):
+    """Turn ids of the next token."""
+
+    reads = ("turn_ids", "facts")
+    writes = ("aligned_turn_ids",)
+
+    def forward(self, turn_ids_BT, facts):
+        return align_turn_ids(turn_ids_BT, fact(facts, "tokens"))
+
+
+class Turns(Stage):
+    """Reward and value of each turn, at the turn's last active column, and the number of turns of a row.
+
+    A turn's reward is the sum over its active columns, its value that of its first one.
+    """
+
+    slot = "actor.gae_timestep_unit"
+    reads = ("aligned_turn_ids", "loss_mask", "outcome?", "folded?", "values?", "facts")
+    writes = ("turn_rewards", "turn_values", "turn_ends", "turn_counts")
+    flags = ("turn_id_out_of_range", "turn_ids_decrease")
+
+    def forward(self, ids_BT, mask_BT, outcome_BT, folded_BT, values_BT, facts):
+        rewards_BT = outcome_BT if folded_BT is None else outcome_BT + folded_BT
+        totals = kernels.turn_totals(rewards_BT, values_BT, ids_BT, mask_BT)
+        rewards_BT, values_BT, ends_BT, counts_B, ordered_B = totals
+        outside_BT = (ids_BT < 0) | (ids_BT >= fact(facts, "tokens"))
+        outside_B = select(mask_BT, outside_BT.to(torch.float32)).sum(1) > 0
+        return rewards_BT, values_BT, ends_BT, counts_B, outside_B, ~ordered_B
+
+
+class TurnCounts(Stage):
+    """Number of turns of a row, where only a lambda function needs it."""
+
+    slot = "actor.gae_lambda"
+    reads = ("aligned_turn_ids", "loss_mask", "facts")
+    writes = ("turn_counts",)
+    flags = ("turn_id_out_of_range", "turn_ids_decrease")
+
+    def forward(self, ids_BT, mask_BT, facts):
+        *_, counts_B, outside_B, decreases_B = Turns().forward(ids_BT, mask_BT, mask_BT, None, None, facts)
+        return counts_B, outside_B, decreases_B
+
+
+class LambdaByLength(Stage):
+    """A built-in lambda function of each row's length in the estimator's unit."""
+
+    slot = "actor.gae_lambda"
+    reads = ("n_actions", "turn_counts?")
+    writes = ("gae_lambda",)
+    flags = ("nonfinite_lambda",)
+
+    fn: Callable[..., Tensor]
+    kwargs: tuple[tuple[str, Any], ...]
+    unit: str
+
+    def forward(self, n_actions_B, turn_counts_B):
+        tokens_B = n_actions_B.to(torch.int64)
+        turns_B = torch.zeros_like(tokens_B) if turn_counts_B is None else turn_counts_B.to(torch.int64)
+        context = {
+            "effective_token_lengths": tokens_B,
+            "turn_counts": turns_B,
+            "timestep_lengths": turns_B if self.unit == "turn" else tokens_B,
+        }
+        lambda_B = self.fn(context, **dict(self.kwargs))
+        return lambda_B, ~finite(lambda_B)
+
+
+class ConstantLambda(Stage):
+    """The same lambda for every row."""
+
+    slot = "actor.gae_lambda"
+    reads = ("lengths",)
+    writes = ("gae_lambda",)
+
+    value: float
+
+    def forward(self, lengths_B):
+        return torch.full_like(lengths_B, self.value, dtype=torch.float32)
+
+
+class TokenGAE(Stage):
+    """One step per active column; every other column shows the state carried back to it."""
+
+    slot = "actor.advantage.estimator"
+    reads = ("outcome", "kl", "folded?", "values?", "bootstrap_values?", "actions", "is_truncated", "gae_lambda")
+    writes = ("advantages", "returns", "tot_rewards")
+
+    discount: float
+
+    def forward(self, outcome_BT, kl_BT, folded_BT, values_BT, bootstrap_B, actions_BT, is_truncated_B, lambda_B):
+        total_BT = outcome_BT + kl_BT if folded_BT is None else outcome_BT + kl_BT + folded_BT
+        after_B = bootstrap(bootstrap_B, is_truncated_B)
+        advantages_BT, _ = kernels.backward_recurrence(
+            total_BT, values_BT, actions_BT, after_B, self.discount, lambda_B, False
+        )
+        returns_BT = advantages_BT.clone() if values_BT is None else advantages_BT + values_BT
+        return advantages_BT, returns_BT, total_BT
+
+
+class TurnGAE(Stage):
+    """One step per turn, shared by the turn's tokens; KL enters advantages token by token and never the returns."""
+
+    slot = "actor.advantage.estimator"
+    reads = (
+        "turn_rewards",
+        "turn_values",
+        "turn_ends",
+        "outcome",
+        "kl",
+        "folded?",
+        "values?",
+        "bootstrap_values?",
+        "loss_mask",
+        "is_truncated",
+        "gae_lambda",
+    )
+    writes = ("advantages", "returns", "tot_rewards")
+
+    discount: float
+
+    def forward(
+        self,
+        turn_rewards_BT,
+        turn_values_BT,
+        ends_BT,
+        outcome_BT,
+        kl_BT,
+        folded_BT,
+        values_BT,
+        bootstrap_B,
+        mask_BT,
+        is_truncated_B,
+        lambda_B,
+    ):
+        total_BT = outcome_BT + kl_BT if folded_BT is None else outcome_BT + kl_BT + folded_BT
+        after_B = bootstrap(bootstrap_B, is_truncated_B)
+        critic = values_BT is not None
+        running_BT, value_BT = kernels.backward_recurrence(
+            turn_rewards_BT, turn_values_BT if critic else None, ends_BT, after_B, self.discount, lambda_B, critic
+        )
+        run_BT = select(mask_BT, running_BT)
+        if critic:
+            returns_BT = torch.where(mask_BT > 0, running_BT + value_BT, values_BT)
+        else:
+            returns_BT = run_BT.clone()
+        return run_BT + kl_BT, returns_BT, total_BT
+
+
+def bootstrap(bootstrap_B: Tensor | None, is_truncated_B: Tensor) -> Tensor:
+    """The value after the last token, for rows that were cut."""
+    return torch.zeros_like(is_truncated_B) if bootstrap_B is None else select(is_truncated_B, bootstrap_B)

@@ -1,0 +1,55 @@
+"""Takes tensors and masks; gives the few tensor idioms that every stage shares.
+
+Masks are float32, 1 or 0: a bool tensor makes the CPU compiler's kernels scalar. A mask selects, it never multiplies:
+0 * NaN is NaN.
+"""
+
+import torch
+from torch import Tensor
+
+
+def columns(x_BT: Tensor) -> Tensor:
+    """Column numbers [T]."""
+    return torch.arange(x_BT.shape[1], device=x_BT.device)
+
+
+def fact(facts: Tensor, name: str) -> Tensor:
+    """One number of the `facts` channel, as a 0-d tensor."""
+    from compiled_adv.channel import FACTS
+
+    return facts[FACTS.index(name)]
+
+
+def select(mask: Tensor, x: Tensor) -> Tensor:
+    """x where the mask is set, else 0."""
+    return torch.where(mask != 0, x, 0.0)
+
+
+def shift_left(x_BT: Tensor, fill: float = 0) -> Tensor:
+    """Entry t becomes entry t+1; the last column becomes `fill`."""
+    return torch.nn.functional.pad(x_BT[:, 1:], (0, 1), value=fill)
+
+
+def roll_left(x_BT: Tensor, tokens: Tensor) -> Tensor:
+    """torch.roll by -1 within the caller's width, whatever the padded width."""
+    return torch.where(columns(x_BT) == tokens - 1, x_BT[:, :1], shift_left(x_BT))
+
+
+def at_column(x_BT: Tensor, column_B: Tensor) -> Tensor:
+    """x[b, column[b]] as [B]."""
+    return x_BT.gather(1, column_B[:, None])[:, 0]
+
+
+def last_valid(lengths_B: Tensor, tokens: Tensor) -> Tensor:
+    """Column of each row's last valid token; an empty row wraps to the last column, as index -1 does."""
+    return torch.where(lengths_B > 0, lengths_B, tokens) - 1
+
+
+def finite(x: Tensor) -> Tensor:
+    """True where x is a finite number (inf - inf and NaN - NaN are NaN)."""
+    return x - x == 0
+
+
+def bad_rows(x_BT: Tensor) -> Tensor:
+    """Rows that hold a non-finite number: 0 * inf and 0 * NaN are NaN, and a sum keeps a NaN."""
+    return (x_BT * 0.0).sum(1) != 0

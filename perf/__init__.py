@@ -1,0 +1,1 @@
+"""Benchmarks: shapes and recipes, the streaming floor, the peers, and the tables that compare them."""

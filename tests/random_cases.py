@@ -1,0 +1,197 @@
+"""Takes a hypothesis draw; gives a configuration, a batch with metadata and per-call values that are all legal.
+
+Every switch of the configuration is drawn, so a property tested on these cases is tested over the whole space.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from compiled_adv import RolloutGroup, TrajBatchMeta
+
+LAMBDAS = (
+    (1.0, {}),
+    (0.9, {}),
+    (0.0, {}),
+    (1.25, {}),
+    ("compiled_adv.gae.vapo_length_adaptive_gae", {"alpha": 0.5}),
+    ("compiled_adv.gae.relative_position_gae_lambda", {"q": 0.25}),
+    ("compiled_adv.gae.constant_gae_lambda", {"value": 0.75}),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One legal call."""
+
+    config: dict[str, Any]
+    batch: dict[str, Any]
+    meta: TrajBatchMeta | None
+    call: dict[str, Any]
+
+    def on(self, backend: str) -> dict[str, Any]:
+        """The configuration for another backend."""
+        actor = self.config["actor"]
+        return {"actor": actor | {"advantage": actor.get("advantage", {}) | {"backend": backend}}}
+
+    def with_batch(self, batch: dict[str, Any]) -> Case:
+        return replace(self, batch=batch)
+
+
+@st.composite
+def norms(draw: st.DrawFn) -> dict[str, Any] | None:
+    if draw(st.booleans()):
+        return None
+    level = st.sampled_from(["batch", "group", None])
+    return {
+        "mean_level": draw(level),
+        "std_level": draw(level),
+        "mean_leave1out": draw(st.booleans()),
+        "std_unbiased": draw(st.booleans()),
+        "group_size": draw(st.integers(1, 3)),
+        "eps": 1e-5,
+    }
+
+
+@st.composite
+def configs(draw: st.DrawFn, *, rules: str | None = None) -> dict[str, Any]:
+    """A legal actor block with an `advantage` block."""
+    flag = st.booleans()
+    gae_lambda, kwargs = draw(st.sampled_from(LAMBDAS))
+    actor: dict[str, Any] = {
+        "discount": draw(st.sampled_from([1.0, 0.99, 0.5])),
+        "gae_lambda": gae_lambda,
+        "gae_lambda_kwargs": kwargs,
+        "gae_timestep_unit": draw(st.sampled_from(["token", "turn"])),
+        "kl_ctl": draw(st.sampled_from([0.0, 0.1, 1.0])),
+        "kl_estimator": draw(st.sampled_from(["k1", "k2", "k3"])),
+        "reward_bias": draw(st.sampled_from([0.0, -0.5])),
+        "reward_scaling": draw(st.sampled_from([1.0, 2.0])),
+        "reward_clip": draw(st.sampled_from([20.0, 1.5])),
+        "reward_norm": draw(norms()),
+        "adv_norm": draw(norms()),
+        "mask_no_eos_with_zero": draw(flag),
+        "token_rewards_as_adv": draw(flag),
+        "use_decoupled_loss": draw(flag),
+        "recompute_logprob": draw(flag),
+        "overlong_reward_penalty": draw(flag),
+        "overlong_tokens": 3,
+        "overlong_penalty_factor": 0.5,
+        "max_new_tokens": 4,
+        "advantage": {"rules": rules or draw(st.sampled_from(["default", "strict"]))},
+    }
+    return {"actor": actor}
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, rules: str | None = None, max_tokens: int = 12, wrap: bool | None = None) -> Case:
+    """A legal call. `wrap`: whether a first token may be generated (default: where that is legal)."""
+    config = draw(configs(rules=rules))
+    actor = config["actor"]
+    rng = random.Random(draw(st.integers(0, 2**32 - 1)))
+    rows, tokens = draw(st.integers(1, 7)), draw(st.integers(1, max_tokens))
+    strict = actor["advantage"]["rules"] == "strict"
+    by_turn = actor["gae_timestep_unit"] == "turn" or isinstance(actor["gae_lambda"], str)
+    legal_wrap = strict or not by_turn
+    batch = make_batch(rng, rows, tokens, wrap=legal_wrap if wrap is None else wrap and legal_wrap)
+    optional = {"ref_logp", "values", "token_rewards", "is_truncated", "turn_ids", "prox_logp", "mopd_teacher_logp_sum"}
+    needed = {"prox_logp"} if actor["recompute_logprob"] else set()
+    needed |= {"turn_ids"} if actor["gae_timestep_unit"] == "turn" else set()
+    needed |= {"is_truncated"} if strict else set()
+    for key in sorted(optional - needed):
+        if not draw(st.booleans()):
+            del batch[key]
+    mode = draw(st.sampled_from(["additive", "gvpo", "process_weighted"]))
+    if mode == "process_weighted" and actor["mask_no_eos_with_zero"]:
+        mode = "gvpo"
+    if mode != "additive" and not actor["token_rewards_as_adv"]:
+        mode = "additive"
+    if "token_rewards" in batch:
+        _legal_process_rewards(batch, fold=not actor["token_rewards_as_adv"], unit=mode == "process_weighted")
+    meta = draw(st.sampled_from(["none", "sizes", "nulls", "rollouts"]))
+    return Case(config, batch, make_meta(rng, meta, batch), {"advantage_shaping_mode": mode})
+
+
+def make_batch(rng: random.Random, rows: int, tokens: int, *, wrap: bool = True) -> dict[str, Any]:
+    """Ragged rows with prompts, gaps and turns; quarter-valued numbers, so that ties happen."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+
+    def numbers(*shape: int, low: int = -8, high: int = 9) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(torch.float32) / 4
+
+    attention = torch.zeros(rows, tokens, dtype=torch.bool)
+    loss_mask = torch.zeros(rows, tokens, dtype=torch.int64)
+    turn_ids = torch.full((rows, tokens), -1, dtype=torch.int64)
+    for b in range(rows):
+        length = rng.choice([0, tokens, rng.randint(0, tokens)])
+        attention[b, :length] = True
+        turn, density = rng.randint(0, 1), rng.choice([0.3, 0.8, 1.0])
+        for t in range(0 if wrap else 1, length):
+            if rng.random() < density:
+                loss_mask[b, t] = 1
+                if rng.random() < 0.3 and turn + 1 < tokens:
+                    turn += rng.randint(1, min(2, tokens - 1 - turn))
+                turn_ids[b, t] = min(turn, tokens - 1)
+    return {
+        "input_ids": torch.randint(0, 100, (rows, tokens), generator=generator),
+        "attention_mask": attention,
+        "loss_mask": loss_mask,
+        "rewards": numbers(rows, low=-4, high=5),
+        "logprobs": numbers(rows, tokens, high=1),
+        "prox_logp": numbers(rows, tokens, high=1),
+        "ref_logp": numbers(rows, tokens, high=1),
+        "values": numbers(rows, tokens),
+        "token_rewards": numbers(rows, tokens, low=-4, high=5),
+        "turn_ids": turn_ids,
+        "is_truncated": torch.randint(0, 2, (rows,), generator=generator).bool(),
+        "mopd_teacher_logp_sum": numbers(rows),
+    }
+
+
+def make_meta(rng: random.Random, kind: str, batch: dict[str, Any]) -> TrajBatchMeta | None:
+    """Prompt groups that cover the batch. Rows of a split rollout without a reference become alike, as they must be."""
+    rows, tokens = batch["loss_mask"].shape
+    if kind == "none":
+        return None
+    sizes = _sizes(rng, rows, 3)
+    if kind != "rollouts":
+        return TrajBatchMeta(len(sizes), sizes, [tokens] * len(sizes), None if kind == "sizes" else [None] * len(sizes))
+    groups: list[RolloutGroup | None] = []
+    like: list[int] = []  # the row that each row takes its tensors from
+    for size in sizes:
+        counts = _sizes(rng, size, size)
+        references = rng.choice([(), tuple(rng.choice([None, rng.randint(-4, 4) / 4]) for _ in counts)])
+        group = rng.choice([None, RolloutGroup(tuple(counts), references)])
+        groups.append(group)
+        for count, reference in zip(counts, references or [None] * len(counts), strict=True):
+            free = group is None or reference is not None
+            like += range(len(like), len(like) + count) if free else [len(like)] * count
+    for key in ("rewards", "loss_mask", "attention_mask", "turn_ids", "token_rewards"):
+        if key in batch:
+            batch[key] = batch[key][like]
+    return TrajBatchMeta(len(sizes), sizes, [tokens] * len(sizes), groups)
+
+
+def _sizes(rng: random.Random, total: int, largest: int) -> list[int]:
+    sizes: list[int] = []
+    while sum(sizes) < total:
+        sizes.append(rng.randint(1, min(largest, total - sum(sizes))))
+    return sizes
+
+
+def _legal_process_rewards(batch: dict[str, Any], *, fold: bool, unit: bool) -> None:
+    rewards, mask = batch["token_rewards"], batch["loss_mask"]
+    if unit:
+        batch["token_rewards"] = rewards.abs() / 4
+    if fold:
+        ids = batch.get("turn_ids")
+        for b in range(mask.shape[0]):
+            for t in range(1, mask.shape[1]):
+                same = ids is None or ids[b, t] == ids[b, t - 1]
+                if mask[b, t] and mask[b, t - 1] and same:
+                    rewards[b, t] = rewards[b, t - 1]
