@@ -5,7 +5,7 @@ the Program, which reports them as flags (status.py).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -32,7 +32,7 @@ from compiled_adv.scalars import is_finite
 from compiled_adv.spec import Spec
 
 REQUIRED = ("input_ids", "attention_mask", "loss_mask", "rewards", "logprobs")
-MASKS = ("attention_mask", "loss_mask", "is_truncated")
+MASKS = ("loss_mask", "is_truncated")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Admitted:
 
 
 def admit_call(values: Mapping[str, Any], spec: Spec, resolved: Resolved) -> Call:
-    """The per-call values; gvpo's are checked where gvpo runs."""
+    """The per-call values; gvpo's are checked where gvpo runs, which is not in a full override."""
     known = [f.name for f in fields(Call)]
     for name in values:
         if name not in known:
@@ -79,6 +79,8 @@ def admit_call(values: Mapping[str, Any], spec: Spec, resolved: Resolved) -> Cal
     if mode not in modes:
         hint = suggest(mode, modes)
         raise CallError("unknown advantage_shaping_mode", at="compute(...)", found=repr(mode), hint=hint)
+    if resolved.compute is not None:
+        return call
     chosen = mode if resolved.process is None else resolved.process
     if chosen in ("gvpo", "process_weighted") and not spec.token_rewards_as_adv:
         what = f"{chosen} shapes advantages by direct token rewards"
@@ -100,14 +102,8 @@ def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> 
     for key in REQUIRED:
         if key not in batch:
             raise MissingKey(f"the batch has no '{key}'", at="batch", found=f"keys {', '.join(map(str, batch))}")
-    if "prox_logp" not in batch and spec.recompute_logprob and not spec.use_decoupled_loss:
-        raise MissingKey("recompute_logprob reads 'prox_logp'", at=spec.at("actor.recompute_logprob"))
-    if "is_truncated" not in batch and spec.advantage.rules == "strict":
-        what = "strict rules read 'is_truncated': the padded width does not say who was cut"
-        raise MissingKey(what, at=spec.at("actor.advantage.rules"), hint="is_truncated, bool [B]")
-    by_turn = spec.estimator == "turn_gae"
-    if "turn_ids" not in batch and by_turn:
-        raise MissingKey("turn GAE reads 'turn_ids'", at=spec.at("actor.advantage.estimator"))
+    if resolved.compute is None:
+        _check_needed(batch, spec)
 
     mask = _tensor(batch, "loss_mask")
     if mask.ndim != 2:
@@ -117,8 +113,10 @@ def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> 
         raise EmptyBatch("the batch has no rows or no tokens", at="batch['loss_mask']", found=list(mask.shape))
 
     _reads_tensor(batch, "input_ids", (rows, tokens), mask.device)
-    channels = {}
-    for key in _read_keys(batch, spec, resolved):
+    attention = _reads_tensor(batch, "attention_mask", (rows, tokens), mask.device)
+    channels = {"attention_words": _words(_mask("attention_mask", attention))}
+    given = [key for key, value in batch.items() if value is not None]
+    for key in read_keys(given, spec, resolved):
         shape = (rows,) if INPUTS[key].dims == "B" else (rows, tokens)
         channels[key] = _channel(key, _reads_tensor(batch, key, shape, mask.device))
     if "is_truncated" not in channels:
@@ -127,22 +125,45 @@ def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> 
     meta = as_meta(meta)
     grouped = by_group(spec.adv_norm) or by_group(spec.reward_norm)
     check_meta(meta, rows, sizes_matter=grouped)
-    channels |= _membership(meta, rows, tokens, "is_truncated" in batch, mask.device)
+    channels |= _membership(meta, rows, tokens, batch.get("is_truncated") is not None, mask.device)
     channels["gvpo"] = _small(call.gvpo, torch.float32, mask.device)
     config = spec.config
     return Admitted(batch, meta, call, config, rows, tokens, mask.device, channels)
 
 
-def _read_keys(batch: Mapping[str, Any], spec: Spec, resolved: Resolved) -> list[str]:
-    """The batch's keys that this configuration reads."""
+def _check_needed(batch: Mapping[str, Any], spec: Spec) -> None:
+    """The keys that the configured stages need; an override answers for its own. None is as good as absent."""
+    if batch.get("prox_logp") is None and spec.recompute_logprob and not spec.use_decoupled_loss:
+        raise MissingKey("recompute_logprob reads 'prox_logp'", at=spec.at("actor.recompute_logprob"))
+    if batch.get("is_truncated") is None and spec.advantage.rules == "strict":
+        what = "strict rules read 'is_truncated': the padded width does not say who was cut"
+        raise MissingKey(what, at=spec.at("actor.advantage.rules"), hint="is_truncated, bool [B]")
+    if batch.get("turn_ids") is None and spec.estimator == "turn_gae":
+        raise MissingKey("turn GAE reads 'turn_ids'", at=spec.at("actor.advantage.estimator"))
+
+
+def legal_modes(spec: Spec, resolved: Resolved) -> list[str]:
+    """The per-call shaping modes that this configuration allows."""
+    modes = []
+    for mode in BUILT_IN["process_adv_shaping"]:
+        try:
+            admit_call({"advantage_shaping_mode": mode}, spec, resolved)
+        except CallError:
+            continue
+        modes.append(mode)
+    return modes
+
+
+def read_keys(batch: Collection[str], spec: Spec, resolved: Resolved) -> list[str]:
+    """Those of a batch's keys that this configuration reads as channels."""
     folds = "token_rewards" in batch and not spec.token_rewards_as_adv
     turns = spec.estimator == "turn_gae" or resolved.lambda_fn is not None or resolved.estimator is not None or folds
     skipped = {
         "prox_logp": not spec.recompute_logprob or spec.use_decoupled_loss,
         "turn_ids": not turns,
     }
-    keys = ["attention_mask", "loss_mask", "rewards", "logprobs", *OPTIONAL, "is_truncated"]
-    return [key for key in keys if batch.get(key) is not None and not skipped.get(key, False)]
+    keys = ["loss_mask", "rewards", "logprobs", *OPTIONAL, "is_truncated"]
+    return [key for key in keys if key in batch and not skipped.get(key, False)]
 
 
 def _tensor(batch: Mapping[str, Any], key: str) -> Tensor:
@@ -172,13 +193,34 @@ def _channel(key: str, x: Tensor) -> Tensor:
         raise WrongDtype(f"'{key}' must hold {wanted}", at=f"batch['{key}']", found=x.dtype)
     if not x.is_floating_point() and key in ("logprobs", "prox_logp", "ref_logp", "values"):
         raise WrongDtype(f"'{key}' must be floating point", at=f"batch['{key}']", found=x.dtype)
+    if key in MASKS:
+        x = _mask(key, x)
+    return x.detach().to(INPUTS[key].dtype)
+
+
+def _mask(key: str, x: Tensor) -> Tensor:
+    """x, if it is real and finite: what is not zero is set. A float mask other than float32 could lose that: bool."""
+    if x.is_complex():
+        raise WrongDtype(f"'{key}' must hold real numbers", at=f"batch['{key}']", found=x.dtype)
     x = x.detach()
-    if key in MASKS and x.is_floating_point() and not torch.isfinite(x).all():
+    if not x.is_floating_point():
+        return x
+    if not torch.isfinite(x).all():
         rows = (~torch.isfinite(x)).reshape(len(x), -1).any(1).nonzero().flatten().tolist()
         raise BadMask(f"'{key}' holds a non-finite number", at=f"batch['{key}']", found=f"rows {rows[:8]}")
-    if key in MASKS and x.is_floating_point() and x.dtype != torch.float32:
-        return (x != 0).to(torch.float32)
-    return x.to(INPUTS[key].dtype)
+    return x if x.dtype == torch.float32 else x != 0
+
+
+def _words(mask_BT: Tensor) -> Tensor:
+    """A mask as int32 words of four tokens, a byte 0 or 1 for each."""
+    bool_BT = mask_BT if mask_BT.dtype == torch.bool else mask_BT != 0
+    if bool_BT is not mask_BT and not torch.equal(bool_BT.to(mask_BT.dtype), mask_BT):
+        what = "attention_mask must hold 0 and 1 only"
+        raise BadMask(what, at="batch['attention_mask']", hint="one sequence to a row; packed rows split")
+    # flat, since a dimension of size 1 may keep any stride and still count as contiguous
+    flat = torch.nn.functional.pad(bool_BT, (0, -mask_BT.shape[1] % 4)).contiguous().flatten()
+    aligned = flat.storage_offset() % 4 == 0
+    return (flat if aligned else flat.clone()).view(torch.int32).view(len(mask_BT), -1)
 
 
 def _membership(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv.errors import BadMeta, EmptyBatch, MissingKey, WrongDevice, WrongDtype, WrongShape, WrongType, suggest
-from compiled_adv.scalars import is_finite, is_integer
+from compiled_adv.scalars import is_finite, is_integer, plain
 
 # Columns of these are tokens: in each prompt they are exactly as wide as its attention_mask.
 TOKEN_KEYS = frozenset(
@@ -30,7 +30,7 @@ class RolloutGroup:
 
     def __post_init__(self) -> None:
         for name in ("row_counts", "rewards"):
-            object.__setattr__(self, name, tuple(_sequence(getattr(self, name), f"rollout_group.{name}")))
+            object.__setattr__(self, name, tuple(_list(getattr(self, name), f"rollout_group.{name}")))
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def as_meta(meta: Any) -> TrajBatchMeta | None:
         return None
     n_trajs, sizes, seqlens, groups = _read(meta, TrajBatchMeta, optional=("rollout_groups",))
     if groups is not None:
-        groups = [None if g is None else _as_group(g) for g in _sequence(groups, "meta.rollout_groups")]
-    sizes, seqlens = _sequence(sizes, "meta.traj_group_sizes"), _sequence(seqlens, "meta.traj_seqlens")
-    return TrajBatchMeta(n_trajs, [*sizes], [*seqlens], groups)
+        groups = [None if g is None else _as_group(g) for g in _list(groups, "meta.rollout_groups")]
+    sizes, seqlens = _list(sizes, "meta.traj_group_sizes"), _list(seqlens, "meta.traj_seqlens")
+    return TrajBatchMeta(plain(n_trajs), sizes, seqlens, groups)
 
 
 def check_meta(meta: TrajBatchMeta | None, n_rows: int, *, sizes_matter: bool) -> None:
@@ -156,9 +156,9 @@ def _as_group(group: Any) -> RolloutGroup:
     return RolloutGroup(*_read(group, RolloutGroup, optional=("rewards",)))
 
 
-def _sequence(value: Any, at: str) -> Iterable[Any]:
+def _list(value: Any, at: str) -> list[Any]:
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
-        return value
+        return [plain(each) for each in value]
     raise BadMeta("a list is needed here", at=at, found=repr(value))
 
 
@@ -210,10 +210,10 @@ def _rows(traj: Mapping[str, Any], i: int, width: int) -> int:
     tensors = {key: x for key, x in traj.items() if isinstance(x, Tensor)}
     if not tensors:
         raise EmptyBatch("a prompt holds no tensor", at=f"batch[{i}]", found=f"keys {', '.join(traj)}")
-    counts = {key: x.shape[0] if x.ndim else 0 for key, x in tensors.items()}
-    n_rows = max(counts.values())
+    anchor = tensors.get("attention_mask", next(iter(tensors.values())))
+    n_rows = anchor.shape[0] if anchor.ndim else 0
     for key, x in tensors.items():
-        if counts[key] != n_rows:
+        if x.ndim == 0 or x.shape[0] != n_rows:
             what = f"'{key}' does not have one entry per row"
             raise WrongShape(what, at=f"batch[{i}]['{key}']", found=f"{list(x.shape)} for {n_rows} rows")
         if key in TOKEN_KEYS and tuple(x.shape) != (n_rows, width):

@@ -1,6 +1,7 @@
-"""Takes nothing; gives the table of channels: every tensor that may enter a Program or leave it, with its dims.
+"""Gives the table of channels: every tensor that may enter a Program or leave it, with its dims.
 
-Dims: B rows, T tokens, U statistics units (a row or a logical rollout, padded to B), S scalars in one small tensor.
+Dims: B rows, T tokens, W words of four tokens, U statistics units (a row or a logical rollout, padded to B),
+S scalars in one small tensor.
 A name with a dot and a number (`rewards.1`) is a later version of a channel; each version is written once.
 """
 
@@ -18,6 +19,7 @@ class Channel:
     dtype: torch.dtype
     about: str
     pad: float = 0
+    size: int = 0  # numbers of a channel with dims S
 
 
 # Positions in the `facts` channel: what depends on the caller's shape or metadata, as numbers a Program reads.
@@ -31,7 +33,7 @@ _F, _I = torch.float32, torch.int64
 INPUTS: dict[str, Channel] = {
     c.name: c
     for c in (
-        Channel("attention_mask", "BT", _F, "nonzero on the row's valid tokens, a prefix"),
+        Channel("attention_words", "BW", torch.int32, "valid tokens, a prefix: a byte for each, four to a word"),
         Channel("loss_mask", "BT", _F, "nonzero on generated tokens, at the token's own position"),
         Channel("rewards", "B", _F, "raw outcome reward"),
         Channel("logprobs", "BT", _F, "behaviour log probability, at the token's own position"),
@@ -45,8 +47,8 @@ INPUTS: dict[str, Channel] = {
         Channel("first_row", "U", _I, "first row of each unit"),
         Channel("references", "U", _F, "raw reference reward of each unit, NaN where none is given", pad=float("nan")),
         Channel("group_of_row", "B", _I, "prompt of each row by metadata, -1 without", pad=-1),
-        Channel("facts", "S", _I, "caller's shape and what it gave: " + ", ".join(FACTS)),
-        Channel("gvpo", "S", _F, "per-call values: " + ", ".join(GVPO)),
+        Channel("facts", "S", _I, "caller's shape and what it gave: " + ", ".join(FACTS), size=len(FACTS)),
+        Channel("gvpo", "S", _F, "per-call values: " + ", ".join(GVPO), size=len(GVPO)),
     )
 }
 

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -63,35 +63,42 @@ def run(
 ) -> None:
     """Compute the advantages of rollout groups: one batch and one table per folder."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress
 
     with _one_message():
         root = EMBEDDED if rollouts is None else rollouts
         folders = find_rollouts(root)
-        results = {} if out is None else plan_results(out, root, folders, overwrite=overwrite)
+        results = [] if out is None else plan_results(out, root, folders, overwrite=overwrite)
         spec = _load(config, backend)
         compute = compiled_adv.build(spec)
-        summaries, groups = [], {}
+        summaries, groups = [], []
         terminal = Console(stderr=True)
         with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+            bar = progress.add_task("", total=sum(map(len, folders.values())) + len(results))
+
+            def step(paths: Iterable[Path], what: str) -> Iterator[Path]:
+                for path in paths:
+                    progress.update(bar, description=escape(f"{what} {path.name}"))
+                    yield path
+                    progress.advance(bar)
+
             for folder, paths in folders.items():
                 name = str(folder) if folder.parts else root.resolve().name
-                task = progress.add_task(f"computing {name}", total=None)
                 try:
-                    batch, meta = compiled_adv.concat_batch(read_groups(progress.track(paths, description="reading")))
+                    batch, meta = compiled_adv.concat_batch(read_groups(step(paths, "reading")))
+                    progress.update(bar, description=escape(f"computing {name}"))
                     output, seconds = _timed(compute, batch, meta)
                 except CompiledAdvError as error:
                     error.add_note(f"  in    {name}")
                     raise
-                progress.remove_task(task)
                 summaries.append(
                     summarise(name, batch, output, groups=len(paths), seconds=seconds, warnings=compute.last_warnings)
                 )
                 if results:
-                    groups[folder] = compiled_adv.split_batch(output, meta)
+                    groups += compiled_adv.split_batch(output, meta)
             # Only now, so that bad input in a later folder leaves nothing behind.
-            written = [pair for folder, paths in results.items() for pair in zip(paths, groups[folder], strict=True)]
-            for path, group in progress.track(written, description="writing"):
+            for path, group in zip(step(results, "writing"), groups, strict=True):
                 write_group(path, group)
         if json:
             facts = {"backend": spec.advantage.backend, "batches": [summary.as_dict() for summary in summaries]}

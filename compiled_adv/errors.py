@@ -193,6 +193,25 @@ class UnusedStage(GraphError):
     """A stage whose output nothing reads."""
 
 
+# ---- compiling ----
+
+
+class NoBucket(BatchError):
+    """A batch above every bucket, where that is configured to be an error."""
+
+
+class CompileFailed(CompiledAdvError):
+    """torch.compile refused a stage, or its compiler failed."""
+
+
+class NotWarm(CompiledAdvError):
+    """A shape or kind of batch without an executable, after warm-up was declared complete."""
+
+
+class ResultsDiffer(CompiledAdvError):
+    """The compiled result is not the eager one."""
+
+
 def nearest(name: object, known: Iterable[str]) -> str | None:
     """The known name that `name` most likely meant, or None."""
     by_lower = {each.lower(): each for each in known}

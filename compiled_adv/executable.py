@@ -1,17 +1,28 @@
-"""Takes a Program and an admitted batch; gives the computed outputs and the flags raised on rows.
+"""Takes a Program (and a Bucket); gives an Executable: an admitted batch in, computed outputs and raised flags out.
 
-The eager Executable runs every segment as it is, at the batch's own shape.
+`EagerExecutable` runs the segments as they are, at the batch's own shape. `CompiledExecutable` runs them compiled for
+one bucket: channels are padded in, outputs cropped out, and a user's function between two segments sees exact shapes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
+from compiled_adv import kernels
 from compiled_adv.admit import Admitted
+from compiled_adv.bucket import Bucket, crop, pad_channel
+from compiled_adv.channel import FACTS, INPUTS, base
+from compiled_adv.errors import CompileFailed
+from compiled_adv.inductor import Compiled, compile_graph, graph_error
 from compiled_adv.pipeline import Node
-from compiled_adv.program import Program, Segment, flag_name
+from compiled_adv.program import Program, Segment, StageModule, flag_name
+from compiled_adv.stage import Stage
 from compiled_adv.status import merge, raise_errors
+
+Flags = dict[str, list[int]]
+Step = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -20,47 +31,149 @@ class EagerExecutable:
 
     program: Program
 
-    def run(self, admitted: Admitted) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        """Outputs by name and flags by name with their rows. A segment's errors stop what follows it."""
-        env = dict(admitted.channels)
-        flags: dict[str, list[int]] = {}
-        last_use = {v: i for i, segment in enumerate(self.program.segments) for v in segment.inputs}
-        kept = {version for _, version in self.program.outputs}
-        for i, segment in enumerate(self.program.segments):
-            if isinstance(segment.module, Node):
-                results = call_plugin(segment, admitted, env)
-            else:
-                *results, raised = segment.module(*(env[v] for v in segment.inputs))
-                flags = merge(flags, read_flags(segment, raised))
-                raise_errors(flags)
-            env.update(zip(segment.outputs, results, strict=True))
-            for version in [v for v in env if v not in kept and last_use.get(v, -1) <= i]:
-                del env[version]
+    def run(self, admitted: Admitted) -> tuple[dict[str, Tensor], Flags]:
+        """Outputs by name, and flags by name with their rows. A segment's errors stop what follows it."""
+        steps = [_eager_step(segment) for segment in self.program.segments]
+        env, flags = _run(self.program, steps, admitted, None)
         return {name: env[version] for name, version in self.program.outputs}, flags
 
 
-def call_plugin(segment: Segment, admitted: Admitted, env: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """A user's function on exact channels."""
+class CompiledExecutable:
+    """The Program compiled for one bucket."""
+
+    def __init__(self, program: Program, bucket: Bucket, example: Mapping[str, Tensor], cache_dir: str | None) -> None:
+        """`example`: input channels at the bucket's shape. Compiles every segment."""
+        self.program, self.bucket = program, bucket
+        env = dict(example)
+        self._steps: list[Step | None] = []
+        for segment in program.segments:
+            if isinstance(segment.module, Node):
+                self._steps.append(None)
+                env.update({v: _blank(v, bucket, example) for v in segment.outputs})
+                continue
+            inputs = [env[version] for version in segment.inputs]
+            compiled = _compile(segment, inputs, cache_dir)
+            self._steps.append(_compiled_step(compiled))
+            env.update(zip(segment.outputs, compiled(*inputs), strict=False))
+
+    def run(self, admitted: Admitted) -> tuple[dict[str, Tensor], Flags]:
+        """As EagerExecutable.run. No output shares memory with a later call's."""
+        env, flags = _run(self.program, self._steps, admitted, self.bucket)
+        outputs = {}
+        for name, version in self.program.outputs:
+            part = crop(env[version], admitted.rows, admitted.tokens, self.bucket)
+            outputs[name] = part if part.shape == env[version].shape else part.clone()
+        return outputs, flags
+
+
+def _run(
+    program: Program, steps: Sequence[Step | None], admitted: Admitted, bucket: Bucket | None
+) -> tuple[dict[str, Tensor], Flags]:
+    """Every segment in turn; what no later one needs is dropped at once."""
+    env = admitted.channels
+    if bucket is not None:
+        env = {name: pad_channel(name, x, bucket) for name, x in env.items()}
+    env = dict(env)
+    flags: Flags = {}
+    last_use = {v: i for i, segment in enumerate(program.segments) for v in segment.inputs}
+    kept = {version for _, version in program.outputs}
+    for i, (segment, step) in enumerate(zip(program.segments, steps, strict=True)):
+        if step is None:
+            env.update(zip(segment.outputs, _call_plugin(segment, admitted, env, bucket), strict=True))
+        else:
+            *results, raised = step([env[v] for v in segment.inputs])
+            flags = merge(flags, _raised(segment, raised, admitted.rows))
+            raise_errors(flags)
+            env.update(zip(segment.outputs, results, strict=True))  # type: ignore[arg-type]
+        for version in [v for v in env if v not in kept and last_use.get(v, -1) <= i]:
+            del env[version]
+    return env, flags
+
+
+def _eager_step(segment: Segment) -> Step | None:
+    module = segment.module
+    return None if isinstance(module, Node) else lambda inputs: module(*inputs)
+
+
+def _compiled_step(compiled: Compiled) -> Step:
+    return lambda inputs: compiled(*inputs)
+
+
+def _compile(segment: Segment, inputs: Sequence[Tensor], cache_dir: str | None) -> Compiled:
+    assert isinstance(segment.module, fx.GraphModule)
+    try:
+        return compile_graph(segment.module, inputs, replace=kernels.native(inputs[0].device), cache_dir=cache_dir)
+    except Exception as error:
+        stage, cause = _culprit(segment.module, inputs)
+        at = None if stage is None else stage.slot or type(stage).__name__
+        what = f"{stage or 'the Program'} does not compile"
+        hint = "actor.advantage.compiled.on_compile_error: eager, or backend: eager"
+        found = str(cause or error).strip().splitlines()[0] if str(cause or error).strip() else type(error).__name__
+        raise CompileFailed(what, at=at, found=found, hint=hint) from error
+
+
+def _culprit(module: fx.GraphModule, inputs: Sequence[Tensor]) -> tuple[Stage | None, Exception | None]:
+    """The first stage that torch cannot capture alone, and why; none where only the compiler behind it failed."""
+    found: list[tuple[Stage, Exception]] = []
+
+    class Search(fx.Interpreter):
+        def call_module(self, target, args, kwargs):
+            wrapped = self.fetch_attr(target)
+            if not found and isinstance(wrapped, StageModule) and (cause := graph_error(wrapped, args)) is not None:
+                found.append((wrapped.stage, cause))
+            return super().call_module(target, args, kwargs)
+
+    try:
+        Search(module).run(*inputs)
+    except Exception as error:
+        return found[0] if found else (None, error)
+    return found[0] if found else (None, None)
+
+
+def _blank(version: str, bucket: Bucket, example: Mapping[str, Tensor]) -> Tensor:
+    """What a user's function may give at a bucket's shape, to compile what follows it."""
+    per_row = base(version) in ("rewards", "references", "gae_lambda")
+    device = next(iter(example.values())).device
+    return torch.zeros(bucket.shape("B" if per_row else "BT"), dtype=torch.float32, device=device)
+
+
+def _call_plugin(
+    segment: Segment, admitted: Admitted, env: Mapping[str, Tensor], bucket: Bucket | None
+) -> Sequence[Tensor]:
+    """A user's function on exact channels; its results padded back into the bucket."""
     node = segment.module
     assert isinstance(node, Node)
     by_channel = {name.removesuffix("?"): version for name, version in zip(node.stage.reads, node.reads, strict=True)}
 
     def channel(name: str) -> Tensor | None:
         version = by_channel[name]
-        return None if version is None else env[version]
+        if version is None or bucket is None:
+            return None if version is None else env[version]
+        return crop(env[version], admitted.rows, admitted.tokens, bucket)
 
-    return node.stage.call(admitted, channel)  # type: ignore[attr-defined]
+    results: Sequence[Tensor] = node.stage.call(admitted, channel)  # type: ignore[attr-defined]
+    if bucket is None:
+        return results
+    return [pad_channel(version, x, bucket) for version, x in zip(segment.outputs, results, strict=True)]
 
 
-def read_flags(segment: Segment, raised: Tensor | None) -> dict[str, list[int]]:
+def _raised(segment: Segment, raised: Tensor | None, rows: int) -> Flags:
     """Rows of each flag that a segment raised; one look at the host where none is."""
-    if raised is None or not bool(raised.any()):
+    if raised is None or not bool(raised[:, :rows].any()):
         return {}
-    found: dict[str, list[int]] = {}
-    for flag, rows_B in zip(segment.flags, raised, strict=True):
-        rows = rows_B.nonzero().flatten().tolist()
-        if rows:
-            found = merge(found, {flag_name(flag): rows})
+    found: Flags = {}
+    for flag, rows_B in zip(segment.flags, raised[:, :rows].tolist(), strict=True):
+        if at := [i for i, is_set in enumerate(rows_B) if is_set]:
+            found = merge(found, {flag_name(flag): at})
     return found
 
 
+def example_channels(names: Sequence[str], bucket: Bucket, device: torch.device) -> dict[str, Tensor]:
+    """Input channels of a bucket's shape that hold empty rows alone, to compile with."""
+    blank = {}
+    for name in names:
+        known = INPUTS[name]
+        shape = bucket.shape(known.dims) if known.dims != "S" else (known.size,)
+        blank[name] = torch.full(shape, known.pad, dtype=known.dtype, device=device)
+    blank["facts"][FACTS.index("tokens")] = bucket.tokens  # columns are counted from here: 0 would point outside
+    return blank

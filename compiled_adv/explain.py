@@ -5,7 +5,9 @@ The same Pipeline gives the same text, so that two of them can be compared line 
 
 from typing import Any
 
-from compiled_adv.pipeline import FLAG, Pipeline
+from compiled_adv.pipeline import FLAG, Node, Pipeline
+from compiled_adv.program import Program, Segment
+from compiled_adv.rewrite import RewriteLog
 
 
 def describe(pipeline: Pipeline) -> dict[str, Any]:
@@ -37,3 +39,36 @@ def show_pipeline(pipeline: Pipeline, title: str = "pipeline") -> str:
         lines.append(f"  {i:<{number}}  {s['stage']:<{width}}  {reads} -> {writes}")
     leaves = " ".join(f"{name}={version}" for name, version in facts["outputs"].items())
     return "\n".join([*lines, f"  {'out':<{number}} {leaves}"])
+
+
+def explain_text(log: RewriteLog, program: Program) -> str:
+    """The Pipeline as wired and after each pass that changed it, what held back and why, and the Program."""
+    parts = [show_pipeline(pipeline, title) for title, pipeline in log.snapshots]
+    held = [f"  {e.name}: {e.place}: {e.what}  {e.source}".rstrip() for e in log.entries if not e.done]
+    done = [f"  {e.name}: {e.place} {e.what}  {e.source}".rstrip() for e in log.entries if e.done]
+    if done:
+        parts.append("\n".join(["rewritten", *done]))
+    if held:
+        parts.append("\n".join(["held back", *held]))
+    return "\n\n".join([*parts, show_program(program)])
+
+
+def explain_json(log: RewriteLog, program: Program) -> dict[str, Any]:
+    """The same as facts."""
+    return {
+        "pipelines": [{"after": title, **describe(pipeline)} for title, pipeline in log.snapshots],
+        "rewrites": [vars(entry) for entry in log.entries],
+        "program": show_program(program),
+    }
+
+
+def show_program(program: Program) -> str:
+    """The Program as runnable Python: one module class for each segment, then what runs where."""
+    lines = ["program", *(f"# segment {i}: {_segment(s)}" for i, s in enumerate(program.segments))]
+    return "\n".join(lines)
+
+
+def _segment(segment: Segment) -> str:
+    if isinstance(segment.module, Node):
+        return f"{segment.module.stage}, a user's function, at the batch's own shape"
+    return segment.module.code

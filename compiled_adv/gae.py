@@ -88,8 +88,7 @@ def lambda_context(loss_mask_BT: Tensor, turn_ids_BT: Tensor | None, unit: str) 
     active_BT = loss_mask_BT != 0
     tokens_B = active_BT.sum(-1)
     turns_B = torch.zeros_like(tokens_B) if turn_ids_BT is None else _distinct(turn_ids_BT, active_BT)
-    # Three tensors of their own, so that a function that writes to one does not write to another.
-    steps_B = (turns_B if unit == "turn" else tokens_B).clone()
+    steps_B = turns_B if unit == "turn" else tokens_B
     return GAELambdaContext(effective_token_lengths=tokens_B, turn_counts=turns_B, timestep_lengths=steps_B)
 
 

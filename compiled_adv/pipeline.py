@@ -27,13 +27,14 @@ from compiled_adv.stages.estimator import (
     TokenGAE,
     TurnCounts,
     TurnGAE,
+    TurnRange,
     Turns,
 )
 from compiled_adv.stages.kl_rewards import KLInAdvantage, KLRewards
 from compiled_adv.stages.length_penalty import LengthPenalty, RawRewards
 from compiled_adv.stages.logprobs import BehaviorLogprobs, ProximalLogprobs, ReferenceLogprobs
 from compiled_adv.stages.plugin import EstimatorPlugin, LambdaPlugin, OutcomePlugin, ProcessPlugin
-from compiled_adv.stages.process_adv_shaping import GVPO, Additive, FiniteResult, ProcessWeighted
+from compiled_adv.stages.process_adv_shaping import GVPO, Additive, FiniteResult, ProcessWeighted, WeightRange
 from compiled_adv.stages.process_rewards import DirectRewards, FoldedRewards, ProcessRewards
 from compiled_adv.stages.reward_norm import RewardNorm, RowGroups, SameRawRewards, Score, Units
 from compiled_adv.stages.strict import STRICT
@@ -106,11 +107,11 @@ class Wiring:
         self.written: dict[str, int] = {name: 1 for name in self.inputs}
         self.nodes: list[Node] = []
 
-    def add(self, stage: Stage) -> None:
-        """Wire one stage, or what stands for it under these rules."""
+    def add(self, stage: Stage, **versions: str) -> None:
+        """Wire one stage, or what stands for it under these rules. `versions`: older ones to read, by channel."""
         if (other := self.replaced.get(type(stage))) is not None:
             stage = other(**stage.numbers())
-        reads = tuple(self.read(stage, name) for name in stage.reads)
+        reads = tuple(versions.get(name) or self.read(stage, name) for name in stage.reads)
         name = type(stage).__name__
         same = sum(type(node.stage) is type(stage) for node in self.nodes)
         writes = tuple(self.write(channel) for channel in stage.writes)
@@ -150,9 +151,8 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
     norm = spec.reward_norm
     if norm is not None and norm.mean_level is None and norm.std_level is None:
         norm = None
+    raw = newest["rewards"]
     if spec.overlong_reward_penalty:
-        if norm is not None:
-            add(SameRawRewards())
         add(LengthPenalty(spec.overlong_tokens, spec.overlong_penalty_factor, spec.max_new_tokens))  # type: ignore[arg-type]
     if resolved.outcome is not None:
         add(OutcomePlugin(resolved.outcome, penalised=spec.overlong_reward_penalty, normalised=norm is not None))
@@ -160,6 +160,8 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
     score = Score(spec.reward_bias, spec.reward_scaling, spec.reward_clip)
     add(score)
     if norm is not None:
+        if spec.overlong_reward_penalty:
+            add(SameRawRewards(), rewards=raw)
         add(RowGroups(norm.group_size if by_group(norm) else 1))
         add(Units(score, spec.mask_no_eos_with_zero))
         add(RewardNorm(norm, spec.mask_no_eos_with_zero))
@@ -215,13 +217,14 @@ def _estimate(wiring: Wiring, spec: Spec, resolved: Resolved) -> None:
     if resolved.estimator is not None:
         add(EstimatorPlugin(resolved.estimator, spec.discount))
         return
+    if wiring.has("aligned_turn_ids"):
+        add(TurnRange())
+        add(TurnCounts())
     if by_turn:
         add(Turns())
     if resolved.lambda_fn is None:
         add(ConstantLambda(float(spec.gae_lambda)))
     else:
-        if wiring.has("aligned_turn_ids") and not by_turn:
-            add(TurnCounts())
         add(_lambda(resolved.lambda_fn, "turn" if by_turn else "token", wiring))
     add(TurnGAE(spec.discount) if by_turn else TokenGAE(spec.discount))
 
@@ -241,5 +244,8 @@ def _shape(wiring: Wiring, spec: Spec, resolved: Resolved, mode: str) -> None:
     if wiring.has("direct"):
         if chosen == "gvpo":
             wiring.add(GVPO(**resolved.process_kwargs))
+        elif chosen == "additive":
+            wiring.add(Additive())
         else:
-            wiring.add(Additive() if chosen == "additive" else ProcessWeighted())
+            wiring.add(WeightRange())
+            wiring.add(ProcessWeighted())

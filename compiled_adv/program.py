@@ -5,7 +5,6 @@ submodules are the stages; it returns the versions that later segments or the ca
 bool tensor [flags, B].
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -66,7 +65,7 @@ def lower(pipeline: Pipeline) -> Program:
             version = f"{name}.copy"
         seen.add(version)
         outputs.append((name, version))
-    parts = list(_parts(pipeline.nodes))
+    parts = _parts(pipeline)
     segments = []
     for i, nodes in enumerate(parts):
         wanted = {v for later in parts[i + 1 :] for node in later for v in node.reads if v is not None}
@@ -76,19 +75,20 @@ def lower(pipeline: Pipeline) -> Program:
     return Program(tuple(segments), pipeline.inputs, tuple(outputs))
 
 
-def _parts(nodes: tuple[Node, ...]) -> Iterator[list[Node]]:
-    """Runs of traced stages, and each opaque stage alone."""
-    run: list[Node] = []
-    for node in nodes:
-        if node.stage.opaque:
-            if run:
-                yield run
-            yield [node]
-            run = []
-        else:
-            run.append(node)
-    if run:
-        yield run
+def _parts(pipeline: Pipeline) -> list[list[Node]]:
+    """Traced stages and opaque ones by turns; each traced stage as early as its inputs allow.
+
+    So every check that does not depend on a user's function runs before the first of them.
+    """
+    depth = {"in": 0}  # even: traced stages; odd: opaque ones
+    for node in pipeline.nodes:
+        ready = max((depth[name] for name in pipeline.graph.predecessors(node.name)), default=0)
+        depth[node.name] = ready + ready % 2 + node.stage.opaque
+    parts = []
+    for level in range(max(depth.values()) + 1):
+        nodes = [node for node in pipeline.nodes if depth[node.name] == level]
+        parts += [[node] for node in nodes] if level % 2 else [nodes] if nodes else []
+    return parts
 
 
 def _segment(nodes: list[Node], wanted: set[str], copies: dict[str, str]) -> Segment:

@@ -286,10 +286,8 @@ class Oracle:
         norm, members = self.spec.reward_norm, self.members()
         scores_B = [self.score(reward) for reward in rewards_B]
         if norm is None or not has_level(norm):
-            refuse_nonfinite([[score] for score in scores_B])
             return scores_B
         references_N = self.references(members, raw_B, rewards_B, shaped_references_N)
-        refuse_nonfinite([[score] for score in scores_B])
         # under strict rules a member of cleared rows alone does not count
         counts_N = [not self.strict or not all(self.cleared_B[b] for b in member.rows) for member in members]
         values_N1 = [[self.score(ref)] if counts else [] for ref, counts in zip(references_N, counts_N)]
@@ -308,7 +306,6 @@ class Oracle:
             for b in member.rows:
                 if not self.cleared_B[b]:  # a cleared row's own score is never seen
                     normalised_B[b] = divide(scores_B[b] - means_1[0], scale)
-        refuse_nonfinite([[score] for score in normalised_B])
         return normalised_B
 
     def references(
@@ -373,6 +370,7 @@ class Oracle:
                 outcome_BT[b][column] = scores_B[b]
             elif actions_T:
                 outcome_BT[b][actions_T[-1]] = scores_B[b]
+        refuse_nonfinite(outcome_BT)
         self.warn("outcome_on_masked_token", unseen)
         return outcome_BT
 

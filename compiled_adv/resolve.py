@@ -11,7 +11,7 @@ import math
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -271,3 +271,18 @@ def _forget(name: str) -> None:
         # The import left it as an attribute too, which matters where the package is a real one.
         if package is not None and vars(package).get(child) is module:
             delattr(package, child)
+
+
+def resolve_pass(path: str, known: Iterable[str], *, at: str) -> Any:
+    """A user's own pass at a dotted path."""
+    if "." not in path:
+        raise UnknownName("unknown pass", at=at, found=repr(path), hint=suggest(path, known))
+    found, names = _import_longest(path.split("."), path, at)
+    for name in names:
+        if not hasattr(found, name):
+            hint = suggest(name, _public(found))
+            raise PluginNotFound(f"there is no '{name}' at this path", at=at, found=path, hint=hint)
+        found = getattr(found, name)
+    if not hasattr(found, "rules"):
+        raise PluginNotFound("this path leads to no Pass", at=at, found=f"{path} is {found!r}")
+    return found

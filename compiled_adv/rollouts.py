@@ -123,25 +123,25 @@ def _read_pt(path: Path) -> dict[str, Tensor]:
 # ---- results ----
 
 
-def plan_results(
-    out: Path, root: Path, folders: Mapping[Path, list[Path]], *, overwrite: bool
-) -> dict[Path, list[Path]]:
-    """Folder -> result files, one per rollout file under the same name; refuses what a later write would spoil."""
+def plan_results(out: Path, root: Path, folders: Mapping[Path, list[Path]], *, overwrite: bool) -> list[Path]:
+    """One result file per rollout file, in order, under the same name; refuses what a later write would spoil."""
     try:
-        if out.is_dir() and any(out.iterdir()) and not overwrite:
-            raise OutputExists(f"{out} is not empty", hint="another folder, or --overwrite")
         if out.exists() and not out.is_dir():
             raise OutputExists(f"{out} is not a folder")
+        if out.is_dir() and any(out.iterdir()) and not overwrite:
+            raise OutputExists(f"{out} is not empty", hint="another folder, or --overwrite")
         inside = out.resolve()
         if root.is_dir() and inside.is_relative_to(root.resolve()):
             raise OutputFailed(f"{out} lies in the rollout folder {root}", hint="a folder outside it")
-        results = {folder: [out / folder / path.name for path in files] for folder, files in folders.items()}
-        for folder, paths in results.items():
+        results = []
+        for folder, paths in folders.items():
             if not (out / folder).resolve().is_relative_to(inside):
                 raise OutputFailed(f"{out / folder} leads out of {out}")
-            for path, source in zip(paths, folders[folder], strict=True):
-                if path.exists() and path.samefile(source):
-                    raise OutputFailed(f"{path} is the rollout file itself", hint="another --out")
+            for path in paths:
+                result = out / folder / path.name
+                if result.exists() and result.samefile(path):
+                    raise OutputFailed(f"{result} is the rollout file itself", hint="another --out")
+                results.append(result)
     except OSError as error:
         raise OutputFailed(f"{out} cannot be used", found=error) from error
     return results

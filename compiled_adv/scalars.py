@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -20,3 +20,8 @@ def is_finite(value: object) -> TypeGuard[float]:
 
 def is_integer(value: object, at_least: int) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= at_least
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy's as Python's own; anything else as it is."""
+    return value.item() if is_number(value) and hasattr(value, "item") else value

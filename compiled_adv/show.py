@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from compiled_adv.channel import OUTPUTS
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -55,18 +57,15 @@ def summarise(
 ) -> Summary:
     """`out` is what was computed of `batch`; a channel that passed through is the same object in both."""
     active_BT = out["loss_mask"] != 0
-    channels = {
-        key: _moments(value, active_BT)
-        for key, value in out.items()
-        if isinstance(value, Tensor) and value is not batch.get(key)
-    }
+    computed = [key for key, value in out.items() if isinstance(value, Tensor) and value is not batch.get(key)]
+    computed.sort(key=[*OUTPUTS, *computed].index)
     return Summary(
         name=name,
         rows=len(active_BT),
         active_tokens=int(active_BT.sum()),
         groups=groups,
         seconds=seconds,
-        channels=channels,
+        channels={key: _moments(out[key], active_BT) for key in computed},
         warnings={warning: len(rows) for warning, rows in warnings.items()},
     )
 

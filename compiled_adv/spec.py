@@ -32,11 +32,20 @@ from compiled_adv.errors import (
     UnknownName,
     suggest,
 )
-from compiled_adv.scalars import is_finite
+from compiled_adv.scalars import is_finite, is_number
 
 STAGES = ("outcome_reward_shaping", "estimator", "process_adv_shaping")
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+def _number(value: Any) -> Any:
+    # pydantic would take whatever converts to a float: a numpy bool, a tensor.
+    if not is_number(value):
+        raise InvalidValue("a number is needed here")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Finite = Annotated[Number, Field(allow_inf_nan=False)]
 Level = Literal["batch", "group"] | None
 
 
@@ -75,8 +84,36 @@ class ComputeChoice(StageChoice):
     implementation: Annotated[str, BeforeValidator(_a_path)] = "default"
 
 
+class Boundaries(_Model):
+    """Declared bucket boundaries."""
+
+    rows: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    tokens: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+
+
+def _buckets(value: Any) -> Any:
+    """`auto`, the boundaries, or a YAML file that holds them."""
+    if not isinstance(value, str) or value == "auto":
+        return value
+    found = config_file.read(config_file.find(value))[0]
+    return found.get("buckets", found) if isinstance(found, Mapping) else found
+
+
 class Compiled(_Model):
-    """Settings of the compiled backend."""
+    """Settings of the compiled backend: the block `actor.advantage.compiled`."""
+
+    passes: Literal["default"] | list[str] = "default"
+    numerics: Literal["exact", "close"] = "exact"
+    fuel: Annotated[int, Field(ge=0)] | None = None
+    buckets: Annotated[Literal["auto"] | Boundaries, BeforeValidator(_buckets)] = "auto"
+    max_rows: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    overflow: Literal["exact", "error"] = "exact"
+    max_buckets: Annotated[int, Field(ge=1)] = 64
+    verify_steps: Annotated[int, Field(ge=0)] = 1
+    on_compile_error: Literal["raise", "eager"] = "raise"
+    on_missing: Literal["error", "eager"] = "error"
+    cache_dir: str | None = None
 
 
 def _no_bare_string(value: Any, info: ValidationInfo) -> Any:
@@ -87,7 +124,7 @@ def _no_bare_string(value: Any, info: ValidationInfo) -> Any:
 
 
 def _number_or_path(value: Any) -> float | str:
-    if isinstance(value, str):
+    if isinstance(_a_path(value), str):
         return value
     if is_finite(value):
         return float(value)
@@ -134,7 +171,7 @@ class Spec(_Model):
 
     # temporal estimation
     discount: Finite = 1.0
-    gae_lambda: Annotated[float | str, BeforeValidator(_a_path), PlainValidator(_number_or_path)] = 1.0
+    gae_lambda: Annotated[float | str, PlainValidator(_number_or_path)] = 1.0
     gae_lambda_kwargs: dict[str, Any] = {}
     gae_timestep_unit: Literal["token", "turn"] = "token"
     # KL penalty
@@ -143,7 +180,7 @@ class Spec(_Model):
     # outcome reward
     reward_bias: Finite = 0.0
     reward_scaling: Finite = 1.0
-    reward_clip: float = Field(20.0, ge=0)
+    reward_clip: Number = Field(20.0, ge=0)
     reward_norm: Norm | None = None
     adv_norm: Norm | None = None
     overlong_reward_penalty: bool = False
@@ -207,7 +244,7 @@ def load_config(config: Any) -> Spec:
             lines = {f"actor.{dotted}": line for dotted, line in lines.items()}
     actor = _actor_of(config)
     # A plain mapping cannot be read by attribute, so plugins get the Spec instead.
-    plain = _is_mapping(actor) and not any(hasattr(actor, name) for name in Spec.model_fields)
+    plain = _is_mapping(actor) and not any(name in actor and hasattr(actor, name) for name in Spec.model_fields)
     source = Source(None if plain else actor, file, lines)
     try:
         spec = Spec.model_validate(_actor_values(actor, plain))

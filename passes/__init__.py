@@ -1,1 +1,5 @@
-"""Takes nothing; gives the graph passes of the compiled backend. Imported as compiled_adv.passes."""
+"""Gives the graph passes of the compiled backend, in order. Imported as compiled_adv.passes."""
+
+from compiled_adv.rewrite import Pass
+
+DEFAULT: tuple[Pass, ...] = ()

@@ -5,8 +5,8 @@ output once, in the same dtypes. A tensor that is only handed on (input_ids) is 
 Two ways are built, and the faster one on this machine at this size is kept:
   apart    every input is read, then every output written, with plain stores: best where all of it fits the cache
   overlap  1 KiB of output is written past the cache, its share of the inputs is read, and so on: best beyond it,
-           since reads and writes then overlap (one core here: 35 GB/s; one after the other, a plain copy, numpy and
-           torch's own sum and fill all stay near 26)
+           since reads and writes then go on together (measured on one core of an AMD EPYC, Zen 4, at 512 x 8192:
+           36 GB/s; one after the other, a plain copy, numpy and torch's own sum and fill all stay near 26)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,5 +180,5 @@ def _lines(x: Tensor) -> int:
     return x.numel() * x.element_size() // 64
 
 
-def _array(items: list[int], kind: type) -> ctypes.Array:
+def _array(items: list[int], kind: Any) -> ctypes.Array:
     return (kind * len(items))(*items)

@@ -1,11 +1,13 @@
 """Takes a hypothesis draw; gives a configuration, a batch with metadata and per-call values that are all legal.
 
-Every switch of the configuration is drawn, so a property tested on these cases is tested over the whole space.
+Every switch of the configuration is drawn, so a property tested on these cases is tested over the whole space. A
+backend for which a configuration is dear draws from the twelve of FIXED instead.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,11 +45,25 @@ class Case:
         return replace(self, batch=batch)
 
 
+@dataclass(frozen=True)
+class Template:
+    """A configuration with the optional keys and the shaping mode that decide which program it takes."""
+
+    actor: dict[str, Any]
+    keys: frozenset[str]
+    mode: str = "additive"
+
+    def levels(self) -> set[str | None]:
+        """Levels at which it takes statistics."""
+        norms = [norm for norm in (self.actor.get("reward_norm"), self.actor.get("adv_norm")) if norm]
+        return {norm[level] for norm in norms for level in ("mean_level", "std_level")}
+
+
 @st.composite
-def norms(draw: st.DrawFn) -> dict[str, Any] | None:
+def norms(draw: st.DrawFn, levels: Sequence[str | None]) -> dict[str, Any] | None:
     if draw(st.booleans()):
         return None
-    level = st.sampled_from(["batch", "group", None])
+    level = st.sampled_from(levels)
     return {
         "mean_level": draw(level),
         "std_level": draw(level),
@@ -59,7 +75,7 @@ def norms(draw: st.DrawFn) -> dict[str, Any] | None:
 
 
 @st.composite
-def configs(draw: st.DrawFn, *, rules: str | None = None) -> dict[str, Any]:
+def configs(draw: st.DrawFn, *, rules: str | None, levels: Sequence[str | None]) -> dict[str, Any]:
     """A legal actor block with an `advantage` block."""
     flag = st.booleans()
     gae_lambda, kwargs = draw(st.sampled_from(LAMBDAS))
@@ -73,8 +89,8 @@ def configs(draw: st.DrawFn, *, rules: str | None = None) -> dict[str, Any]:
         "reward_bias": draw(st.sampled_from([0.0, -0.5])),
         "reward_scaling": draw(st.sampled_from([1.0, 2.0])),
         "reward_clip": draw(st.sampled_from([20.0, 1.5])),
-        "reward_norm": draw(norms()),
-        "adv_norm": draw(norms()),
+        "reward_norm": draw(norms(levels)),
+        "adv_norm": draw(norms(levels)),
         "mask_no_eos_with_zero": draw(flag),
         "token_rewards_as_adv": draw(flag),
         "use_decoupled_loss": draw(flag),
@@ -88,33 +104,59 @@ def configs(draw: st.DrawFn, *, rules: str | None = None) -> dict[str, Any]:
     return {"actor": actor}
 
 
+OPTIONAL = frozenset(
+    ("ref_logp", "values", "token_rewards", "is_truncated", "turn_ids", "prox_logp", "mopd_teacher_logp_sum")
+)
+LEVELS = ("batch", "group", None)
+METAS = ("none", "sizes", "nulls", "rollouts")
+
+
 @st.composite
-def cases(draw: st.DrawFn, *, rules: str | None = None, max_tokens: int = 12, wrap: bool | None = None) -> Case:
-    """A legal call. `wrap`: whether a first token may be generated (default: where that is legal)."""
-    config = draw(configs(rules=rules))
+def cases(
+    draw: st.DrawFn,
+    *,
+    fixed: Sequence[Template] | None = None,
+    rules: str | None = None,
+    max_tokens: int = 12,
+    wrap: bool | None = None,
+    levels: Sequence[str | None] = LEVELS,
+    metas: Sequence[str] = METAS,
+    needs: frozenset[str] = frozenset(),
+) -> Case:
+    """A legal call.
+
+    `fixed`: draw from these configurations only. `wrap`: whether a first token may be generated (default: where that
+    is legal). `levels`: levels of statistics. `metas`: kinds of metadata. `needs`: optional keys that must be there.
+    """
+    if fixed is not None:
+        fits = [t for t in fixed if t.levels() <= set(levels) and t.keys >= needs]
+        template = draw(st.sampled_from(fits))
+        config, keys = {"actor": template.actor}, set(template.keys)
+    else:
+        template, config = None, draw(configs(rules=rules, levels=levels))
+        keys = {key for key in sorted(OPTIONAL) if draw(st.booleans())} | needs
     actor = config["actor"]
+    strict = (actor.get("advantage") or {}).get("rules") == "strict"
+    by_turn = actor.get("gae_timestep_unit") == "turn"
+    keys |= {"prox_logp"} if actor.get("recompute_logprob") else set()
+    keys |= {"turn_ids"} if by_turn else set()
+    keys |= {"is_truncated"} if strict else set()
+
     rng = random.Random(draw(st.integers(0, 2**32 - 1)))
     rows, tokens = draw(st.integers(1, 7)), draw(st.integers(1, max_tokens))
-    strict = actor["advantage"]["rules"] == "strict"
-    by_turn = actor["gae_timestep_unit"] == "turn" or isinstance(actor["gae_lambda"], str)
-    legal_wrap = strict or not by_turn
+    legal_wrap = strict or not (by_turn or isinstance(actor.get("gae_lambda"), str))
     batch = make_batch(rng, rows, tokens, wrap=legal_wrap if wrap is None else wrap and legal_wrap)
-    optional = {"ref_logp", "values", "token_rewards", "is_truncated", "turn_ids", "prox_logp", "mopd_teacher_logp_sum"}
-    needed = {"prox_logp"} if actor["recompute_logprob"] else set()
-    needed |= {"turn_ids"} if actor["gae_timestep_unit"] == "turn" else set()
-    needed |= {"is_truncated"} if strict else set()
-    for key in sorted(optional - needed):
-        if not draw(st.booleans()):
-            del batch[key]
-    mode = draw(st.sampled_from(["additive", "gvpo", "process_weighted"]))
-    if mode == "process_weighted" and actor["mask_no_eos_with_zero"]:
+    batch = {key: x for key, x in batch.items() if key in keys or key not in OPTIONAL}
+    mode = template.mode if template else draw(st.sampled_from(["additive", "gvpo", "process_weighted"]))
+    folds = not actor.get("token_rewards_as_adv", True)
+    if mode == "process_weighted" and actor.get("mask_no_eos_with_zero"):
         mode = "gvpo"
-    if mode != "additive" and not actor["token_rewards_as_adv"]:
+    if mode != "additive" and folds:
         mode = "additive"
     if "token_rewards" in batch:
-        _legal_process_rewards(batch, fold=not actor["token_rewards_as_adv"], unit=mode == "process_weighted")
-    meta = draw(st.sampled_from(["none", "sizes", "nulls", "rollouts"]))
-    return Case(config, batch, make_meta(rng, meta, batch), {"advantage_shaping_mode": mode})
+        _legal_process_rewards(batch, fold=folds, unit=mode == "process_weighted")
+    meta = make_meta(rng, draw(st.sampled_from(metas)), batch)
+    return Case(config, batch, meta, {"advantage_shaping_mode": mode})
 
 
 def make_batch(rng: random.Random, rows: int, tokens: int, *, wrap: bool = True) -> dict[str, Any]:
@@ -195,3 +237,62 @@ def _legal_process_rewards(batch: dict[str, Any], *, fold: bool, unit: bool) -> 
                 same = ids is None or ids[b, t] == ids[b, t - 1]
                 if mask[b, t] and mask[b, t - 1] and same:
                     rewards[b, t] = rewards[b, t - 1]
+
+
+def _norm(mean: str | None, std: str | None, **more: Any) -> dict[str, Any]:
+    return {"mean_level": mean, "std_level": std, **more}
+
+
+_CRITIC = frozenset({"values", "ref_logp", "is_truncated"})
+_STRICT = {"rules": "strict"}
+_VAPO = {"gae_lambda": "compiled_adv.gae.vapo_length_adaptive_gae", "gae_lambda_kwargs": {"alpha": 0.5}}
+_PENALTY = {
+    "overlong_reward_penalty": True,
+    "overlong_tokens": 3,
+    "overlong_penalty_factor": 0.5,
+    "max_new_tokens": 4,
+}
+
+# Twelve configurations that between them take every built-in stage, under both rule sets.
+FIXED = (
+    Template({}, frozenset({"is_truncated"})),
+    Template({"kl_ctl": 0.0, "reward_norm": _norm("group", "group", group_size=2)}, frozenset()),
+    Template(
+        {"discount": 0.99, "gae_lambda": 0.9, "adv_norm": _norm("batch", "batch")},
+        _CRITIC,
+    ),
+    Template(
+        {"reward_norm": _norm("batch", None, mean_leave1out=True), "kl_estimator": "k3", "recompute_logprob": True},
+        frozenset({"ref_logp", "prox_logp", "mopd_teacher_logp_sum"}),
+    ),
+    Template(_VAPO | _PENALTY | {"adv_norm": _norm("group", "batch")}, _CRITIC | {"turn_ids"}),
+    Template(
+        {"reward_norm": _norm("group", None, mean_leave1out=True), "token_rewards_as_adv": False},
+        frozenset({"token_rewards", "turn_ids", "is_truncated"}),
+    ),
+    Template(
+        {"gae_timestep_unit": "turn", "discount": 0.5, "adv_norm": _norm("group", "group", std_unbiased=False)},
+        _CRITIC | {"turn_ids", "token_rewards"},
+        "gvpo",
+    ),
+    Template(
+        {"gae_timestep_unit": "turn", "use_decoupled_loss": True, "token_rewards_as_adv": False},
+        _CRITIC | {"turn_ids", "token_rewards", "prox_logp"},
+    ),
+    Template(
+        {"kl_ctl": 0.0, "reward_scaling": 2.0, "reward_bias": -0.5}, frozenset({"token_rewards"}), "process_weighted"
+    ),
+    Template(
+        {"mask_no_eos_with_zero": True, "reward_norm": _norm("group", "group"), "advantage": _STRICT} | _PENALTY,
+        _CRITIC,
+    ),
+    Template(
+        {"gae_timestep_unit": "turn", "kl_estimator": "k2", "advantage": _STRICT, "adv_norm": _norm("batch", "batch")},
+        _CRITIC | {"turn_ids", "token_rewards"},
+    ),
+    Template(
+        {"gae_lambda": 1.25, "discount": 0.5, "reward_norm": _norm(None, "group"), "advantage": _STRICT},
+        frozenset({"values", "is_truncated", "token_rewards"}),
+        "gvpo",
+    ),
+)

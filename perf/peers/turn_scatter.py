@@ -29,7 +29,10 @@ def compute(actor: Mapping[str, Any], call: Mapping[str, Any], batch: Mapping[st
     gamma, decay = actor["discount"], actor["discount"] * actor["gae_lambda"]
     active_BT = x["loss_mask"] > 0
     rows, tokens = active_BT.shape
-    turn_BT = batch["turn_ids"].roll(-1, -1)
+    turn_BT = torch.where(active_BT, batch["turn_ids"].roll(-1, -1), -1)
+    wrong_BT = active_BT & ((turn_BT < 0) | (turn_BT >= tokens) | (turn_BT < turn_BT.cummax(-1).values))
+    if wrong_BT.any():
+        raise ValueError("turn ids of generated tokens lie in [0, T) and never decrease")
     turns = int(turn_BT.max()) + 1
     slot_BT = torch.where(active_BT, turn_BT, turns)  # inactive tokens share a slot of their own
 

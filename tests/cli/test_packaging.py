@@ -45,10 +45,22 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("module", ["typer", "rich", "safetensors", "plotly", "areal", "verl"])
-def test_the_import_loads_the_core_alone(module: str, tmp_path: Path) -> None:
-    done = python("-c", f"import sys, compiled_adv; sys.exit({module!r} in sys.modules)", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Every module that `import compiled_adv` loads."""
+    done = python("-c", "import sys, compiled_adv; print(*sys.modules)", cwd=tmp_path_factory.mktemp("import"))
     assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["torch", "networkx", "yaml", "pydantic"])
+def test_the_import_loads_the_core(module: str, loaded: set[str]) -> None:
+    assert module in loaded
+
+
+@pytest.mark.parametrize("module", ["typer", "rich", "safetensors", "plotly", "areal", "verl"])
+def test_the_import_loads_no_extra_and_no_trainer(module: str, loaded: set[str]) -> None:
+    assert module not in loaded
 
 
 def test_the_shell_without_its_extra_says_how_to_get_it(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def test_a_folder_that_cannot_be_made_is_an_output_error(tmp_path: Path) -> None
         write_group(tmp_path / "file" / "group.safetensors", {"rewards": torch.zeros(2)})
 
 
-def plan(out: Path, root: Path, *, overwrite: bool = False) -> dict[Path, list[Path]]:
+def plan(out: Path, root: Path, *, overwrite: bool = False) -> list[Path]:
     return plan_results(out, root, find_rollouts(root), overwrite=overwrite)
 
 
@@ -289,7 +289,7 @@ def test_results_keep_names_and_sub_folders(tmp_path: Path, rollouts: Path) -> N
     (rollouts / "more").mkdir()
     save_file(tensors_of(rollouts), rollouts / "more" / "x.safetensors")
     out = tmp_path / "out"
-    names = [path.relative_to(out).as_posix() for paths in plan(out, rollouts).values() for path in paths]
+    names = [path.relative_to(out).as_posix() for path in plan(out, rollouts)]
     assert names == ["group_000.safetensors", "group_001.safetensors", "more/x.safetensors"]
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 import compiled_adv
+from compiled_adv.channel import OUTPUTS
 from compiled_adv.rollouts import read_groups
 from tests.cli.conftest import prompt
 
@@ -86,6 +87,11 @@ def test_moments_are_over_active_tokens_or_over_rows(shell: Shell, rollouts: Pat
         assert moments["over"] == over
         wanted = (numbers.mean(), numbers.std(correction=0), numbers.min(), numbers.max())
         assert [moments[key] for key in ("mean", "std", "min", "max")] == pytest.approx([float(x) for x in wanted])
+
+
+def test_channels_come_in_the_order_of_the_channel_table(shell: Shell, rollouts: Path) -> None:
+    (batch,) = facts(shell("run", "--rollouts", rollouts, "--json"))["batches"]
+    assert [*batch["channels"]] == [name for name in OUTPUTS if name in batch["channels"]]
 
 
 def test_what_passes_through_is_no_output_channel(shell: Shell, rollouts: Path) -> None:
@@ -212,9 +218,9 @@ def test_explain_prints_what_the_api_explains(shell: Shell) -> None:
     assert shell("explain").stdout.rstrip("\n") == compiled_adv.build("default").explain().rstrip("\n")
 
 
-def test_explain_json_names_each_stage_with_what_it_reads_and_writes(shell: Shell) -> None:
-    text = shell("explain", "--format", "json").stdout
-    assert "advantages" in json.dumps(json.loads(text))
+def test_explain_json_is_what_the_api_describes(shell: Shell) -> None:
+    printed = json.loads(shell("explain", "--format", "json").stdout)
+    assert printed == json.loads(json.dumps(compiled_adv.build("default").explain(format="json")))
 
 
 def test_explain_of_a_bad_config_is_one_message(shell: Shell, tmp_path: Path) -> None:

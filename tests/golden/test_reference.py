@@ -243,10 +243,17 @@ def test_outcome_shaping_sees_rewards_as_they_came_without_a_penalty():
     assert SEEN[0].data["rewards"].dtype == torch.int64
 
 
-def test_shaped_references_settle_rows_that_differ():
-    actor = {"reward_norm": NORM} | plugin("outcome_reward_shaping", equal_references)
+def test_a_batch_that_is_refused_reaches_no_plugin():
+    actor = TURNS | plugin("outcome_reward_shaping", keeps_rewards)
+    run(a_batch(turn_ids=[[-1, 1, 0, -1, -1]] * 2), actor)
+    assert SEEN == []
+
+
+@pytest.mark.parametrize("penalty", [{}, LENGTH])
+def test_shaped_references_settle_rows_that_differ(penalty):
+    actor = penalty | {"reward_norm": NORM} | plugin("outcome_reward_shaping", equal_references)
     out, flags = run(a_batch(), actor, SPLIT)
-    assert out["tot_rewards"].sum(1).tolist() == [0.5, 1.5]
+    assert out["tot_rewards"].sum(1).tolist() == (out["rewards"] - 0.5).tolist()
     assert flags == {"zero_spread_groups": [0, 1]}
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from compiled_adv import config_file
@@ -297,7 +299,7 @@ NUMBERS = ["discount", "gae_lambda", "kl_ctl", "reward_bias", "reward_scaling", 
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("value", [True, [1.0], {}, NAN, 10**400, None])
+@pytest.mark.parametrize("value", [True, np.bool_(True), torch.tensor(1.0), [1.0], {}, NAN, 10**400, None])
 def test_a_number_is_no_bool_no_container_and_no_nan(name, value):
     with pytest.raises(InvalidValue, match=f"actor.{name}"):
         load_config({name: value})
@@ -338,7 +340,13 @@ def test_a_negative_clip_is_refused():
 
 @pytest.mark.parametrize(
     "name",
-    ["overlong_reward_penalty", "mask_no_eos_with_zero", "token_rewards_as_adv", "use_decoupled_loss", "recompute_logprob"],
+    [
+        "overlong_reward_penalty",
+        "mask_no_eos_with_zero",
+        "token_rewards_as_adv",
+        "use_decoupled_loss",
+        "recompute_logprob",
+    ],
 )
 @pytest.mark.parametrize("value", ["false", 0, None])
 def test_a_switch_is_true_or_false(name, value):
@@ -346,7 +354,9 @@ def test_a_switch_is_true_or_false(name, value):
         load_config({name: value})
 
 
-@pytest.mark.parametrize("name, value", [("kl_estimator", "k4"), ("gae_timestep_unit", "sentence"), ("kl_estimator", "K1")])
+@pytest.mark.parametrize(
+    "name, value", [("kl_estimator", "k4"), ("gae_timestep_unit", "sentence"), ("kl_estimator", "K1")]
+)
 @pytest.mark.parametrize("kl_ctl", [0, 0.1])
 def test_an_unknown_kind_is_refused_whether_or_not_it_is_used(name, value, kl_ctl):
     with pytest.raises(UnknownName, match=f"actor.{name}"):
@@ -756,7 +766,7 @@ def test_default_yaml_writes_the_advantage_block():
 @pytest.mark.parametrize("path", config_file.recipes().values(), ids=lambda path: path.stem)
 def test_every_key_of_a_shipped_recipe_has_a_comment_above_it(path):
     lines = path.read_text().splitlines()
-    for above, line in zip([""] + lines, lines):
+    for above, line in zip(["", *lines], lines, strict=False):
         if re.match(r"\s*\w+:", line):
             assert above.lstrip().startswith("#"), f"no comment above: {line}"
 
