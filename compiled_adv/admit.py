@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_adv.batch import TrajBatchMeta, as_meta, check_meta
+from compiled_adv.batch import TrajBatchMeta, as_meta, check_meta, covers
 from compiled_adv.channel import INPUTS, OPTIONAL
 from compiled_adv.errors import (
     BadMask,
@@ -67,6 +67,14 @@ class Admitted:
         groups = (self.meta and self.meta.rollout_groups) or []
         return any(reference is not None for group in groups if group for reference in group.rewards)
 
+    @property
+    def n_members(self) -> int | None:
+        """Logical rollouts; None where the metadata does not place every row in one."""
+        meta = self.meta
+        if meta is None or meta.rollout_groups is None or not covers(meta.traj_group_sizes, self.rows):
+            return None
+        return sum(meta.logical_group_sizes)
+
 
 def admit_call(values: Mapping[str, Any], spec: Spec, resolved: Resolved) -> Call:
     """The per-call values; gvpo's are checked where gvpo runs, which is not in a full override."""
@@ -100,7 +108,7 @@ def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> 
     if not isinstance(batch, Mapping):
         raise WrongType("a batch is a mapping from names to tensors", at="batch", found=type(batch).__name__)
     for key in REQUIRED:
-        if key not in batch:
+        if batch.get(key) is None:
             raise MissingKey(f"the batch has no '{key}'", at="batch", found=f"keys {', '.join(map(str, batch))}")
     if resolved.compute is None:
         _check_needed(batch, spec)
@@ -230,15 +238,10 @@ def _membership(
     sizes: tuple[int, ...] = ()
     rollouts: tuple[tuple[tuple[int, ...], tuple[float | None, ...]] | None, ...] | None = None
     if meta is not None:
-        sizes = tuple(int(size) for size in meta.traj_group_sizes) if _counts(meta.traj_group_sizes, rows) else ()
+        sizes = tuple(int(size) for size in meta.traj_group_sizes) if covers(meta.traj_group_sizes, rows) else ()
         if meta.rollout_groups is not None:
             rollouts = tuple(g and (tuple(g.row_counts), tuple(g.rewards)) for g in meta.rollout_groups)  # type: ignore[misc]
     return _index(rows, tokens, truncation_given, sizes, rollouts, device)
-
-
-def _counts(sizes: list[int], rows: int) -> bool:
-    """Whether sizes map every row to a prompt; where no group level is used they need not."""
-    return all(isinstance(size, int) and size > 0 for size in sizes) and sum(sizes) == rows
 
 
 @lru_cache(maxsize=256)

@@ -80,6 +80,12 @@ def check_meta(meta: TrajBatchMeta | None, n_rows: int, *, sizes_matter: bool) -
             _check_group(group, sizes[i], f"meta.rollout_groups[{i}]")
 
 
+def covers(sizes: Iterable[Any], n_rows: int) -> bool:
+    """Whether group sizes give every row its prompt; where they do not matter they need not."""
+    sizes = [*sizes]
+    return all(is_integer(size, at_least=1) for size in sizes) and sum(sizes) == n_rows
+
+
 def concat_batch(trajs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], TrajBatchMeta]:
     """One padded batch of all prompts' rows. Tensors are new; anything else becomes a list, one entry per prompt."""
     _check_trajs(trajs)

@@ -125,6 +125,8 @@ class Compute:
             self.cache.fell_back()
             return self._run_eager(kind, admitted)
         computed, flags = executable.run(admitted)
+        if "invalid" in flags:
+            return self._run_eager(kind, admitted)  # raises the named error
         self.cache.served(admitted.rows * admitted.tokens, bucket.rows * bucket.tokens)
         if self._unverified.setdefault(kind, self.spec.advantage.compiled.verify_steps) > 0:
             self._unverified[kind] -= 1

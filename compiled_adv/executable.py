@@ -16,8 +16,8 @@ from compiled_adv.bucket import Bucket, crop, pad_channel
 from compiled_adv.channel import FACTS, INPUTS, base
 from compiled_adv.errors import CompileFailed
 from compiled_adv.inductor import Compiled, compile_graph, graph_error
-from compiled_adv.pipeline import Node
-from compiled_adv.program import Program, Segment, StageModule, flag_name
+from compiled_adv.pipeline import Node, flag_name
+from compiled_adv.program import Program, Segment, StageModule
 from compiled_adv.stage import Stage
 from compiled_adv.status import merge, raise_errors
 
@@ -57,8 +57,13 @@ class CompiledExecutable:
             env.update(zip(segment.outputs, compiled(*inputs), strict=False))
 
     def run(self, admitted: Admitted) -> tuple[dict[str, Tensor], Flags]:
-        """As EagerExecutable.run. No output shares memory with a later call's."""
+        """As EagerExecutable.run. No output shares memory with a later call's.
+
+        With the flag `invalid` there is no output: a check failed, and the eager Program says which.
+        """
         env, flags = _run(self.program, self._steps, admitted, self.bucket)
+        if "invalid" in flags:
+            return {}, flags
         outputs = {}
         for name, version in self.program.outputs:
             part = crop(env[version], admitted.rows, admitted.tokens, self.bucket)
@@ -84,6 +89,8 @@ def _run(
             *results, raised = step([env[v] for v in segment.inputs])
             flags = merge(flags, _raised(segment, raised, admitted.rows))
             raise_errors(flags)
+            if "invalid" in flags:
+                return {}, flags
             env.update(zip(segment.outputs, results, strict=True))  # type: ignore[arg-type]
         for version in [v for v in env if v not in kept and last_use.get(v, -1) <= i]:
             del env[version]

@@ -110,8 +110,9 @@ def call_lambda(fn: Callable[..., Any], kwargs: Mapping[str, Any], context: GAEL
     if result.shape != lengths_B.shape:
         found = f"{list(result.shape)} for {len(lengths_B)} rows"
         raise PluginResult("a lambda function returns one number per row", at=at, found=found)
-    if not result.is_floating_point():
-        raise PluginResult("a lambda function returns floating point", at=at, found=result.dtype)
+    if not result.is_floating_point() or result.layout != torch.strided:
+        found = f"{result.layout}, {result.dtype}"
+        raise PluginResult("a lambda function returns a plain floating-point tensor", at=at, found=found)
     if result.device != lengths_B.device:
         found = f"{result.device}, the batch is on {lengths_B.device}"
         raise PluginResult("a lambda function keeps the device", at=at, found=found)

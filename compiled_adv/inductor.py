@@ -14,9 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx
 
+from compiled_adv.memory import POOL
+
 Compiled = Callable[..., tuple[Tensor, ...]]
+
+# A value that is read twice is computed once: a shifted load costs more than a store and a load.
+SETTINGS = {"realize_reads_threshold": 1}
 
 # Dynamo and Inductor compile one graph at a time.
 LOCK = threading.RLock()
@@ -38,8 +44,13 @@ def compile_graph(
         for node in graph.graph.nodes:
             if node.op == "call_function" and node.target in replace:
                 node.target = replace[node.target]
-        graph.recompile()
-        return compile_fx(graph, inputs)  # type: ignore[arg-type]
+        wanted = _keep_row_values(graph)
+        known = set(map(id, PyCodeCache.modules))
+        compiled: Any = compile_fx(graph, inputs, config_patches=SETTINGS)
+        for module in PyCodeCache.modules:
+            if id(module) not in known:
+                _lend_outputs(module)
+        return lambda *channels: compiled(*channels)[:wanted]
 
     def run(*channels: Tensor) -> tuple[Tensor, ...]:
         return module(*channels)
@@ -54,6 +65,41 @@ def compile_graph(
     with LOCK, _cache(cache_dir), torch.no_grad():
         compiled(*example)
     return compiled
+
+
+def _keep_row_values(graph: fx.GraphModule) -> int:
+    """Return the per-row values too, after the graph's own outputs, whose number this gives.
+
+    Inductor would otherwise compute a score, a mean or a divisor again in every vector of the row that reads it.
+    """
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    own = output.args[0]
+    rows = [
+        node
+        for node in graph.graph.nodes
+        if node.op == "call_function" and _dims(node) == 1 and any(_dims(user) == 2 for user in node.users)
+    ]
+    output.args = ((*own, *(node for node in rows if node not in own)),)
+    graph.recompile()
+    return len(own)
+
+
+def _dims(node: fx.Node) -> int:
+    value = node.meta.get("example_value")
+    return value.ndim if isinstance(value, Tensor) else -1
+
+
+def _lend_outputs(module: Any) -> None:
+    """Let a generated module take its large buffers from our pool; without this name it allocates as ever."""
+    if hasattr(module, "empty_strided_cpu"):
+        ordinary = module.empty_strided_cpu
+
+        def empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            if len(shape) == 2 and stride == (shape[1], 1):
+                return POOL.empty(shape, dtype)
+            return ordinary(shape, stride, dtype)
+
+        module.empty_strided_cpu = empty
 
 
 def _with_own_code(fn: Any) -> Any:

@@ -11,35 +11,53 @@ from typing import Any
 
 import networkx as nx
 
+from compiled_adv.channel import base
 from compiled_adv.errors import Cycle, MissingChannel
 from compiled_adv.gae import BUILT_IN_LAMBDAS
 from compiled_adv.resolve import Plugin, Resolved
-from compiled_adv.spec import Spec
+from compiled_adv.spec import Norm, Spec
 from compiled_adv.stage import Stage
-from compiled_adv.stages.adv_norm import AdvantageMoments, AdvantageScale, AdvNorm
-from compiled_adv.stages.alignment import Alignment, CountActions, GeneratedTokens, Lengths, Truncation
+from compiled_adv.stages.adv_norm import AdvantageMoments, AdvantageScale, AdvNorm, SingleRollouts
+from compiled_adv.stages.alignment import Alignment, GeneratedTokens, Lengths, Truncation
+from compiled_adv.stages.checks import (
+    FiniteLogprobs,
+    FiniteProxLogp,
+    FiniteRefLogp,
+    FiniteResult,
+    FiniteTokenRewards,
+    FiniteValues,
+    InsideAttention,
+    TurnRange,
+    UniformTurns,
+    WeightRange,
+)
 from compiled_adv.stages.estimator import (
     AlignTurnIds,
+    BootstrapValues,
     ConstantLambda,
-    CriticValues,
     LambdaByLength,
     PlaceOutcome,
     TokenGAE,
     TurnCounts,
     TurnGAE,
-    TurnRange,
     Turns,
 )
 from compiled_adv.stages.kl_rewards import KLInAdvantage, KLRewards
 from compiled_adv.stages.length_penalty import LengthPenalty, RawRewards
-from compiled_adv.stages.logprobs import BehaviorLogprobs, ProximalLogprobs, ReferenceLogprobs
+from compiled_adv.stages.logprobs import BehaviorLogprobs, CopyLogprobs, ProximalLogprobs, ReferenceLogprobs
 from compiled_adv.stages.plugin import EstimatorPlugin, LambdaPlugin, OutcomePlugin, ProcessPlugin
-from compiled_adv.stages.process_adv_shaping import GVPO, Additive, FiniteResult, ProcessWeighted, WeightRange
+from compiled_adv.stages.process_adv_shaping import GVPO, Additive, ProcessWeighted
 from compiled_adv.stages.process_rewards import DirectRewards, FoldedRewards, ProcessRewards
-from compiled_adv.stages.reward_norm import RewardNorm, RowGroups, SameRawRewards, Score, Units
+from compiled_adv.stages.reward_norm import RewardNorm, RowGroups, SameRawRewards, Score, SingleUnits, Units
+from compiled_adv.stages.statistics import BatchMoments, GroupCentred, GroupMoments
 from compiled_adv.stages.strict import STRICT
 
 FLAG = "flag:"
+
+
+def flag_name(version: str) -> str:
+    """The flag of a version: `flag:loo_alone.1` -> `loo_alone`."""
+    return base(version.removeprefix(FLAG))
 
 
 @dataclass(frozen=True)
@@ -143,6 +161,7 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
 
     add(Lengths())
     add(GeneratedTokens())
+    add(InsideAttention())
     add(Alignment())
     add(Truncation())
     outputs |= {"loss_mask": newest["loss_mask"], "is_truncated": newest["is_truncated"]}
@@ -164,19 +183,25 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
             add(SameRawRewards(), rewards=raw)
         add(RowGroups(norm.group_size if by_group(norm) else 1))
         add(Units(score, spec.mask_no_eos_with_zero))
+        _moments(wiring, norm, SingleUnits())
         add(RewardNorm(norm, spec.mask_no_eos_with_zero))
 
-    add(BehaviorLogprobs())
+    add(FiniteLogprobs())
+    recomputed = spec.recompute_logprob and not spec.use_decoupled_loss
+    if mopd or not recomputed:
+        add(BehaviorLogprobs())
     if mopd:
         outputs["mopd_behavior_logprobs"] = newest["behavior_logprobs"]
-    newest["logprobs"] = newest["behavior_logprobs"]
-    if spec.recompute_logprob and not spec.use_decoupled_loss:
+    if recomputed:
+        add(FiniteProxLogp())
         add(ProximalLogprobs())
-        newest["logprobs"] = newest["prox_logp"]
+    newest["logprobs"] = newest["prox_logp" if recomputed else "behavior_logprobs"]
     outputs["logprobs"] = newest["logprobs"]
     if not spec.use_decoupled_loss:
-        outputs["prox_logp"] = newest["logprobs"]
+        add(CopyLogprobs())
+        outputs["prox_logp"] = newest["prox_logp"]
     if wiring.has("ref_logp"):
+        add(FiniteRefLogp())
         add(ReferenceLogprobs())
         outputs["ref_logp"] = newest["ref_logp"]
     add(KLRewards(spec.kl_ctl, spec.kl_estimator))
@@ -185,16 +210,23 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
 
     add(PlaceOutcome(spec.mask_no_eos_with_zero))
     if wiring.has("token_rewards"):
+        add(FiniteTokenRewards())
         add(ProcessRewards(spec.mask_no_eos_with_zero))
-        add(DirectRewards() if spec.token_rewards_as_adv else FoldedRewards())
+        if spec.token_rewards_as_adv:
+            add(DirectRewards())
+        else:
+            add(UniformTurns())
+            add(FoldedRewards())
     if wiring.has("values"):
-        add(CriticValues())
+        add(FiniteValues())
+        add(BootstrapValues())
     _estimate(wiring, spec, resolved)
     outputs |= {name: newest[name] for name in ("returns", "tot_rewards")}
 
     if spec.adv_norm is not None:
-        add(AdvantageMoments())
         add(RowGroups(spec.adv_norm.group_size if by_group(spec.adv_norm) else 1))
+        add(AdvantageMoments())
+        _moments(wiring, spec.adv_norm, SingleRollouts())
         add(AdvantageScale(spec.adv_norm))
         add(AdvNorm())
     _shape(wiring, spec, resolved, mode)
@@ -206,6 +238,22 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
 def by_group(norm: Any) -> bool:
     """Whether a norm block has a group level."""
     return norm is not None and "group" in (norm.mean_level, norm.std_level)
+
+
+def _moments(wiring: Wiring, norm: Norm, single: Stage) -> None:
+    """The moments at the levels that a norm block names, of the units wired last."""
+    for name in ("group_n", "group_mean", "group_m2", "batch_n", "batch_mean", "batch_m2", "single"):
+        wiring.newest.pop(name, None)  # an earlier block's
+    if by_group(norm):
+        wiring.add(GroupMoments())
+        wiring.add(single)
+    if norm.mean_level == "group" and norm.std_level == "batch":
+        mean, m2 = wiring.newest["unit_mean"], wiring.newest["unit_m2"]
+        wiring.add(GroupCentred(norm.mean_leave1out))
+        wiring.add(BatchMoments())
+        wiring.newest |= {"unit_mean": mean, "unit_m2": m2}
+    elif "batch" in (norm.mean_level, norm.std_level):
+        wiring.add(BatchMoments())
 
 
 def _estimate(wiring: Wiring, spec: Spec, resolved: Resolved) -> None:
@@ -232,7 +280,6 @@ def _estimate(wiring: Wiring, spec: Spec, resolved: Resolved) -> None:
 def _lambda(plugin: Plugin, unit: str, wiring: Wiring) -> Stage:
     if plugin.fn not in BUILT_IN_LAMBDAS:
         return LambdaPlugin(plugin, unit)
-    wiring.add(CountActions())
     return LambdaByLength(plugin.fn, tuple(plugin.kwargs.items()), unit)
 
 

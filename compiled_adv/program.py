@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compiled_adv.channel import base
-from compiled_adv.pipeline import FLAG, Node, Pipeline
+from compiled_adv.pipeline import Node, Pipeline
 from compiled_adv.stage import Stage
 
 
@@ -123,8 +122,3 @@ def _segment(nodes: list[Node], wanted: set[str], copies: dict[str, str]) -> Seg
 def identifier(version: str) -> str:
     """A version or node name as a Python name: `flag:loo_alone.1` -> `flag_loo_alone_1`."""
     return version.replace(".", "_").replace(":", "_")
-
-
-def flag_name(version: str) -> str:
-    """The flag of a version: `flag:loo_alone.1` -> `loo_alone`."""
-    return base(version.removeprefix(FLAG))

@@ -21,6 +21,7 @@ from torch import Tensor
 from compiled_adv import gae
 from compiled_adv.advantage import OutcomeRewardInputs, ProcessAdvantageInputs
 from compiled_adv.advantage_algorithms import TemporalInputs
+from compiled_adv.batch import covers
 
 if TYPE_CHECKING:
     from compiled_adv.admit import Call
@@ -272,7 +273,8 @@ class Oracle:
         members = self.members()
         explicit = has_level(self.spec.reward_norm) and any(member.reference is not None for member in members)
         inputs = OutcomeRewardInputs(MappingProxyType({**self.data, "rewards": rewards}), self.spec.config, self.meta)
-        n_members = len(members) if self.has_rollouts else None
+        complete = self.has_rollouts and self.meta is not None and covers(self.meta.traj_group_sizes, self.n_rows)
+        n_members = len(members) if complete else None
         result = call_outcome(self.resolved.outcome, inputs, n_members, explicit)
         shaped_N = result.normalization_rewards
         return self.tensor(numbers(result.rewards)), None if shaped_N is None else numbers(shaped_N)
@@ -385,6 +387,7 @@ class Oracle:
             for t in active_T:
                 k = divergence(self.spec.kl_estimator, logprobs_BT[b][t] - reference_BT[b][t])
                 kl_rewards_BT[b][t] = -self.spec.kl_ctl * min(max(k, -10.0), 10.0)
+        refuse_nonfinite(kl_rewards_BT)
         return kl_rewards_BT
 
     def without_last_token(self, kl_rewards_BT: Grid) -> Grid:

@@ -14,11 +14,14 @@ from typing import Literal
 import networkx as nx
 
 from compiled_adv.errors import GraphError
-from compiled_adv.pipeline import Node, Pipeline
+from compiled_adv.pipeline import Node, Pipeline, flag_name
 from compiled_adv.stage import Stage
+from compiled_adv.stages.fused import Fused
+from compiled_adv.status import ERRORS
 from compiled_adv.verify import verify
 
 Numerics = Literal["exact", "close"]
+INVALID = "flag:invalid"
 SETTLED_AFTER = 100  # rounds of one pass; more means that its rules undo each other
 
 
@@ -62,7 +65,7 @@ class Rewrite:
 
     remove: tuple[Node, ...] = ()
     add: tuple[Node, ...] = ()
-    rename: tuple[tuple[str, str], ...] = ()  # (old version, version that replaces it)
+    rename: tuple[tuple[str, str | None], ...] = ()  # (old version, the one for it or None: absent)
 
     def applied(self, pipeline: Pipeline) -> Pipeline:
         """The Pipeline so changed, without stages that nothing needs any longer."""
@@ -76,7 +79,7 @@ class Rewrite:
             return stands_for.get(version, version) if version is not None else None
 
         renamed = [replace(node, reads=tuple(now(v) for v in node.reads)) for node in nodes]
-        outputs = tuple((name, stands_for.get(version, version)) for name, version in pipeline.outputs)
+        outputs = tuple((name, stands_for.get(version, version) or version) for name, version in pipeline.outputs)
         return without_idle(replace(pipeline, nodes=tuple(renamed), outputs=outputs).in_order())
 
 
@@ -176,7 +179,9 @@ def _checked(result: Rewrite, pipeline: Pipeline, each: Pass) -> Pipeline:
         changed = verify(result.applied(pipeline))
     except GraphError as error:
         raise type(error)(f"after pass '{each.name}': {error.what}", at=error.at, found=error.found) from error
-    lost = set(pipeline.flags) - set(changed.flags)
+    lost = {flag for flag in pipeline.flags if flag not in changed.flags}
+    if any(flag_name(flag) == "invalid" for flag in changed.flags):  # stands for every error; the eager path tells them apart
+        lost = {flag for flag in lost if flag_name(flag) not in ERRORS}
     if lost or [name for name, _ in changed.outputs] != [name for name, _ in pipeline.outputs]:
         raise GraphError(f"pass '{each.name}' lost an output or a flag", found=", ".join(sorted(lost)))
     return changed
@@ -198,19 +203,27 @@ def without_idle(pipeline: Pipeline) -> Pipeline:
 # ---- what rules ask and build ----
 
 
-def readers(pipeline: Pipeline, version: str) -> list[str]:
-    """Who reads a version: stage names, and 'out'."""
-    named = [node.name for node in pipeline.nodes if version in node.reads]
-    return named + (["out"] if version in (v for _, v in pipeline.outputs) else [])
+def readers(pipeline: Pipeline, version: str) -> list[Node]:
+    """The stages that read a version."""
+    return [node for node in pipeline.nodes if version in node.reads]
 
 
-def fused(name: str, stage: Stage, *nodes: Node, also: tuple[str, ...] = ()) -> Node:
-    """One node in place of several: it reads what they read from outside and writes what their last one writes.
-
-    `stage` declares its reads as the outside versions' order of first use, and its flags as all of theirs. `also`
-    names versions of inner nodes that it still writes.
-    """
-    inside = {version for node in nodes for version in node.produced}
-    reads = tuple(dict.fromkeys(v for node in nodes for v in node.reads if v not in inside))
+def fuse(pipeline: Pipeline, *nodes: Node) -> Rewrite:
+    """One node in place of several: what they write for each other stays inside, what others read leaves."""
+    inside = {node.name for node in nodes}
+    reads = tuple(dict.fromkeys(v for node in nodes for v in node.reads if v and not _writes(nodes, v)))
+    known = list(reads)
+    steps = []
+    for node in nodes:
+        steps.append((node.stage, tuple(-1 if v is None else known.index(v) for v in node.reads)))
+        known += node.produced
+    outside = {v for node in pipeline.nodes if node.name not in inside for v in node.reads}
+    outside |= {version for _, version in pipeline.outputs}
+    writes = tuple(v for node in nodes for v in node.writes if v in outside)
     flags = tuple(flag for node in nodes for flag in node.flags)
-    return Node(name, stage, reads, (*also, *nodes[-1].writes), flags)
+    stage = Fused(tuple(steps), tuple(known.index(v) for v in writes + flags))
+    return Rewrite(nodes, (Node("+".join(node.name for node in nodes), stage, reads, writes, flags),))
+
+
+def _writes(nodes: tuple[Node, ...], version: str) -> bool:
+    return any(version in node.produced for node in nodes)

@@ -3,8 +3,10 @@
 This table is the one place where a flag gets its meaning; every backend raises the same flags.
 """
 
+import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from compiled_adv.errors import (
@@ -130,8 +132,16 @@ def warn(flags: Mapping[str, list[int]], known: set[str]) -> dict[str, list[int]
         if name not in known:
             known.add(name)
             text = f"{name}: {WARNINGS[name]} ({len(rows)} rows, first {rows[0]})"
-            warnings.warn(text, AdvantageWarning, stacklevel=4)
+            warnings.warn(text, AdvantageWarning, stacklevel=_callers_level())
     return found
+
+
+def _callers_level() -> int:
+    """The stacklevel, for `warn` above, of the first caller outside this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == Path(__file__).parent:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def merge(*parts: Mapping[str, Any]) -> dict[str, list[int]]:

@@ -55,6 +55,8 @@ def every_stage_is_used(pipeline: Pipeline) -> None:
 def arity_fits(pipeline: Pipeline) -> None:
     for node in pipeline.nodes:
         stage = node.stage
+        if not stage.reads and not stage.writes:  # a fused stage: its node says what it reads and writes
+            continue
         wanted = (len(stage.reads), len(stage.writes), len(stage.flags))
         if wanted != (got := (len(node.reads), len(node.writes), len(node.flags))):
             raise GraphError(f"{node.name} declares (reads, writes, flags) {wanted}", found=str(got))

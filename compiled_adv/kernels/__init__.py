@@ -14,7 +14,7 @@ from compiled_adv.kernels import blocked
 
 SCHEMAS = {
     "backward_recurrence": "(Tensor rewards, Tensor? values, Tensor steps, Tensor bootstrap, float discount, "
-    "Tensor gae_lambda, bool with_next) -> (Tensor, Tensor)",
+    "Tensor gae_lambda, Tensor? end, bool with_next) -> (Tensor, Tensor)",
     "row_moments": "(Tensor x, Tensor mask) -> (Tensor, Tensor, Tensor)",
     "merge_moments": "(Tensor n, Tensor mean, Tensor m2, Tensor part) -> (Tensor, Tensor, Tensor)",
     "turn_totals": "(Tensor rewards, Tensor? values, Tensor turn_ids, Tensor mask) -> (Tensor, Tensor, Tensor)",
@@ -22,7 +22,7 @@ SCHEMAS = {
 }
 
 
-def _like_recurrence(rewards, values, steps, bootstrap, discount, gae_lambda, with_next):
+def _like_recurrence(rewards, values, steps, bootstrap, discount, gae_lambda, end, with_next):
     return rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape if with_next else 0)
 
 
@@ -59,8 +59,12 @@ for _name, _schema in SCHEMAS.items():
 
 
 def native(device: torch.device) -> dict[Any, Any]:
-    """The operators of a device by the plain ones that they stand for."""
-    return {}
+    """The operators of a device by the plain ones that they stand for. On a CPU the first call builds them."""
+    if device.type != "cpu":
+        return {}
+    from compiled_adv.kernels import cpu
+
+    return cpu.operators()
 
 
 def backward_recurrence(
@@ -70,11 +74,12 @@ def backward_recurrence(
     bootstrap_B: Tensor,
     discount: float,
     lambda_B: Tensor,
+    end: Tensor | None,
     with_next: bool,
 ) -> tuple[Tensor, Tensor]:
     """See blocked.backward_recurrence."""
     return torch.ops.compiled_adv.backward_recurrence(
-        rewards_BT, values_BT, steps_BT, bootstrap_B, discount, lambda_B, with_next
+        rewards_BT, values_BT, steps_BT, bootstrap_B, discount, lambda_B, end, with_next
     )
 
 

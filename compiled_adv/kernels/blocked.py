@@ -19,14 +19,20 @@ def backward_recurrence(
     bootstrap_B: Tensor,
     discount: float,
     lambda_B: Tensor,
+    end: Tensor | None,
     with_next: bool,
 ) -> tuple[Tensor, Tensor]:
     """The masked two-state recurrence, right to left: where a step is set,
 
         run = R + discount*nxt - V + discount*lambda*run;  nxt = V
 
+    Columns from `end` (int64 scalar; None: the width) on are no steps.
+
     Returns run [B,T] at every column (carried where no step is set) and, if asked, nxt after the column (else empty).
     """
+    if end is not None and bool((steps_BT[:, int(end) :] != 0).any()):
+        steps_BT = steps_BT.clone()
+        steps_BT[:, int(end) :] = 0
     running_BT = torch.empty_like(rewards_BT)
     next_BT = torch.empty_like(rewards_BT) if with_next else rewards_BT.new_empty(0)
     for rows in _row_blocks(rewards_BT):

@@ -1,7 +1,6 @@
 """Takes raw advantages and the loss mask; gives advantages centred and scaled over active tokens."""
 
 import torch
-from torch import Tensor
 
 from compiled_adv import kernels
 from compiled_adv.spec import Norm
@@ -13,30 +12,70 @@ class AdvantageMoments(Stage):
     """Count, mean and sum of squared deviations of each row's active advantages, float64."""
 
     slot = "actor.adv_norm"
-    reads = ("advantages", "loss_mask")
-    writes = ("adv_n", "adv_mean", "adv_m2")
+    reads = ("advantages", "loss_mask", "row_groups")
+    writes = ("unit_n", "unit_mean", "unit_m2", "unit_groups")
 
-    def forward(self, advantages_BT, mask_BT):
-        return kernels.row_moments(advantages_BT, mask_BT)
+    def forward(self, advantages_BT, mask_BT, group_B):
+        return *kernels.row_moments(advantages_BT, mask_BT), group_B.clone()
+
+
+class SingleRollouts(Stage):
+    """Rows whose group has one member: one row, or one logical rollout however many rows."""
+
+    slot = "actor.adv_norm"
+    reads = ("row_groups", "member_of_row")
+    writes = ("single",)
+
+    def forward(self, group_B, member_of_row_B):
+        earlier_B = torch.nn.functional.pad(member_of_row_B[:-1], (1, 0), value=-1)
+        starts_B = (member_of_row_B != earlier_B).to(torch.float64)
+        zeros_B = torch.zeros_like(starts_B)
+        members_G, *_ = kernels.merge_moments(starts_B, zeros_B, zeros_B, group_B)
+        return (group_B >= 0) & (members_G[group_B.clamp(min=0)] == 1)
 
 
 class AdvantageScale(Stage):
     """What the norm block makes of those moments: x becomes (x - mean) * factor, and whether any token is active."""
 
     slot = "actor.adv_norm"
-    reads = ("adv_n", "adv_mean", "adv_m2", "row_groups", "member_of_row")
+    reads = (
+        "unit_n",
+        "unit_groups",
+        "group_n?",
+        "group_mean?",
+        "group_m2?",
+        "batch_n?",
+        "batch_mean?",
+        "batch_m2?",
+        "single?",
+    )
     writes = ("adv_centre", "adv_factor", "adv_active")
 
     norm: Norm
 
-    def forward(self, n_B, mean_B, m2_B, group_B, member_of_row_B):
+    def forward(
+        self, n_B, group_B, group_n_B, group_mean_B, group_m2_B, batch_n, batch_mean, batch_m2, single_B
+    ):
         norm = self.norm
-        rows = Moments(n_B, mean_B, m2_B)
-        single_B = one_rollout(group_B, member_of_row_B)
-        itself_B = single_B & (norm.mean_level == "group")
-        around = centre(rows, norm.mean_level, norm.mean_leave1out, group_B, itself_B)
-        divisor_B = scale(rows, around, norm.std_level, norm.std_unbiased, norm.eps, group_B, single_B)
-        return around.mean_U, around.spread_U / divisor_B, n_B.sum() > 0
+        group = None if group_n_B is None else Moments(group_n_B, group_mean_B, group_m2_B)
+        batch = None if batch_n is None else Moments(batch_n, batch_mean, batch_m2)
+        single_B = torch.zeros_like(n_B, dtype=torch.bool) if single_B is None else single_B
+        itself_B = single_B if norm.mean_level == "group" else torch.zeros_like(single_B)
+        mean_B, spread_B = centre(norm, group, batch, itself_B)
+        divisor_B = scale(norm, mean_B, spread_B, group, batch, group_B >= 0, single_B)
+        return mean_B.expand(n_B.shape), (spread_B / divisor_B).expand(n_B.shape), n_B.sum() > 0
+
+
+class ActiveAdvantages(Stage):
+    """A norm block without levels: inactive columns become 0, unless none is active in the batch."""
+
+    slot = "actor.adv_norm"
+    reads = ("advantages", "loss_mask", "n_active")
+    writes = ("advantages",)
+
+    def forward(self, advantages_BT, mask_BT, n_active_B):
+        keep = n_active_B.sum() == 0
+        return torch.where((mask_BT > 0) | keep, advantages_BT, 0.0)
 
 
 class AdvNorm(Stage):
@@ -52,12 +91,3 @@ class AdvNorm(Stage):
         low_B = (centre_B - high_B).to(torch.float32)
         scaled_BT = ((advantages_BT - high_B[:, None]) - low_B[:, None]) * factor_B.to(torch.float32)[:, None]
         return torch.where(mask_BT > 0, scaled_BT, torch.where(active, 0.0, advantages_BT))
-
-
-def one_rollout(group_B: Tensor, member_of_row_B: Tensor) -> Tensor:
-    """Rows whose group has one member: one row, or one logical rollout however many rows."""
-    earlier_B = torch.nn.functional.pad(member_of_row_B[:-1], (1, 0), value=-1)
-    starts_B = (member_of_row_B != earlier_B).to(torch.float64)
-    zeros_B = torch.zeros_like(starts_B)
-    members_B = Moments(starts_B, zeros_B, zeros_B).merged(group_B).of(group_B).n_U
-    return (group_B >= 0) & (members_B == 1)

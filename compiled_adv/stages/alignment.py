@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import columns, fact, select, shift_left
+from compiled_adv.stages.select import columns, fact, shift_left
 
 
 class Lengths(Stage):
@@ -26,47 +26,41 @@ class Lengths(Stage):
         set_BW = (words_BW & 1) + (words_BW >> 8 & 1) + (words_BW >> 16 & 1) + (words_BW >> 24 & 1)
         hole_BW = words_BW >> 8 & ~words_BW & 0x00010101
         end_BW = torch.where(words_BW != 0, columns(words_BW) * 4 + set_BW, 0)
-        lengths_B = set_BW.sum(1)
+        lengths_B = set_BW.sum(1, dtype=torch.int32)
         return lengths_B, (hole_BW.amax(1) != 0) | (end_BW.amax(1) != lengths_B)
 
 
 class GeneratedTokens(Stage):
     """1.0 on each generated token's own position, and how many a row has."""
 
-    reads = ("loss_mask", "lengths")
+    reads = ("loss_mask",)
     writes = ("generated", "n_generated")
-    flags = ("loss_mask_outside_attention",)
 
-    def forward(self, loss_mask_BT, lengths_B):
+    def forward(self, loss_mask_BT):
         generated_BT = (loss_mask_BT != 0).to(torch.float32)
-        outside_BT = select((columns(loss_mask_BT) >= lengths_B[:, None]).to(torch.float32), generated_BT)
-        return generated_BT, generated_BT.sum(1), outside_BT.sum(1) > 0
+        return generated_BT, generated_BT.sum(1)
 
 
 class Alignment(Stage):
-    """The actions, and the loss mask rolled by one: a generated first token makes the last column active."""
+    """The actions, and the loss mask rolled by one: a generated first token makes the last column active.
 
-    reads = ("generated", "facts")
-    writes = ("actions", "loss_mask")
+    `n_actions` and `n_active` count the two.
+    """
+
+    reads = ("generated", "n_generated", "facts")
+    writes = ("actions", "loss_mask", "n_actions", "n_active")
     flags = ("first_token_generated",)
 
-    def forward(self, generated_BT, facts):
-        actions_BT = shift_left(generated_BT)
-        return actions_BT, self.mask(actions_BT, generated_BT, facts), generated_BT[:, 0] > 0
+    def forward(self, generated_BT, n_generated_B, facts):
+        actions_BT, first_B = shift_left(generated_BT), generated_BT[:, 0]
+        n_actions_B = n_generated_B - first_B
+        return *self.mask(actions_BT, n_actions_B, generated_BT, n_generated_B, facts), first_B > 0
 
-    def mask(self, actions_BT: Tensor, generated_BT: Tensor, facts: Tensor) -> Tensor:
+    def mask(
+        self, actions_BT: Tensor, n_actions_B: Tensor, generated_BT: Tensor, n_generated_B: Tensor, facts: Tensor
+    ) -> tuple[Tensor, ...]:
         last_T = columns(generated_BT) == fact(facts, "tokens") - 1
-        return torch.where(last_T, generated_BT[:, :1], actions_BT)
-
-
-class CountActions(Stage):
-    """Active columns of each row: a row's length in tokens for lambda functions."""
-
-    reads = ("loss_mask",)
-    writes = ("n_actions",)
-
-    def forward(self, mask_BT):
-        return mask_BT.sum(1)
+        return actions_BT, torch.where(last_T, generated_BT[:, :1], actions_BT), n_actions_B, n_generated_B.clone()
 
 
 class Truncation(Stage):

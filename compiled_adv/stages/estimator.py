@@ -13,7 +13,7 @@ from torch import Tensor
 from compiled_adv import kernels
 from compiled_adv.stage import Stage
 from compiled_adv.stages.process_rewards import align_turn_ids
-from compiled_adv.stages.select import at_column, bad_rows, columns, fact, finite, last_valid, select
+from compiled_adv.stages.select import at_column, columns, fact, finite, last_valid, select
 
 
 class PlaceOutcome(Stage):
@@ -22,7 +22,7 @@ class PlaceOutcome(Stage):
     slot = "actor.mask_no_eos_with_zero"
     reads = ("scores", "lengths", "actions", "is_truncated")
     writes = ("outcome",)
-    flags = ("outcome_on_masked_token",)
+    flags = ("outcome_on_masked_token", "nonfinite_result")
 
     mask_no_eos: bool
 
@@ -30,26 +30,44 @@ class PlaceOutcome(Stage):
         last_B = (lengths_B - 2).clamp(min=0)
         kept_B = ~((is_truncated_B > 0) & self.mask_no_eos)
         lost_B = kept_B & (at_column(actions_BT, last_B) == 0)
-        here_BT = columns(actions_BT) == self.column(last_B, actions_BT)[:, None]
+        column_B = self.column(last_B, actions_BT)
+        here_BT = columns(actions_BT) == column_B[:, None]
         score_B = torch.where(kept_B, scores_B.to(torch.float32), 0.0)
-        return torch.where(here_BT, score_B[:, None], 0.0), lost_B
+        return torch.where(here_BT, score_B[:, None], 0.0), lost_B, ~finite(score_B) & (column_B >= 0)
 
     def column(self, last_B: Tensor, actions_BT: Tensor) -> Tensor:
         return last_B
 
 
-class CriticValues(Stage):
-    """Values with 0 in place of a non-finite one in a masked slot, and the value after each row's last valid token."""
+class OutcomeEverywhere(Stage):
+    """Token GAE where it is a broadcast: nothing but the outcome, undiminished, on every column up to its own."""
 
-    reads = ("values", "loss_mask", "lengths", "is_truncated", "facts")
-    writes = ("values", "bootstrap_values")
+    slot = "actor.advantage.estimator"
+    reads = ("scores", "lengths", "actions", "is_truncated", "outcome")
+    writes = ("advantages", "returns", "tot_rewards")
+
+    place: PlaceOutcome
+
+    def forward(self, scores_B, lengths_B, actions_BT, is_truncated_B, outcome_BT):
+        column_B = self.place.column((lengths_B - 2).clamp(min=0), actions_BT)
+        seen_B = (column_B >= 0) & (at_column(actions_BT, column_B.clamp(min=0)) > 0)
+        seen_B = seen_B & ~((is_truncated_B > 0) & self.place.mask_no_eos)
+        score_B = torch.where(seen_B, scores_B.to(torch.float32), 0.0)
+        advantages_BT = torch.where(columns(actions_BT) <= column_B[:, None], score_B[:, None], 0.0)
+        return advantages_BT, advantages_BT.clone(), outcome_BT.clone()
+
+
+class BootstrapValues(Stage):
+    """The value after each row's last valid token."""
+
+    reads = ("values", "lengths", "is_truncated", "facts")
+    writes = ("bootstrap_values",)
     flags = ("nonfinite_values",)
 
-    def forward(self, values_BT, mask_BT, lengths_B, is_truncated_B, facts):
-        clean_BT = torch.where(finite(values_BT), values_BT, 0.0)
-        last_B = last_valid(lengths_B, fact(facts, "tokens"))
-        bad_bootstrap_B = (is_truncated_B > 0) & ~finite(at_column(values_BT, last_B))
-        return clean_BT, at_column(clean_BT, last_B), bad_rows(select(mask_BT, values_BT)) | bad_bootstrap_B
+    def forward(self, values_BT, lengths_B, is_truncated_B, facts):
+        bootstrap_B = at_column(values_BT, last_valid(lengths_B, fact(facts, "tokens")))
+        bad_B = (is_truncated_B > 0) & ~finite(bootstrap_B)
+        return clean(bootstrap_B), bad_B
 
 
 class AlignTurnIds(Stage):
@@ -60,18 +78,6 @@ class AlignTurnIds(Stage):
 
     def forward(self, turn_ids_BT, facts):
         return align_turn_ids(turn_ids_BT, fact(facts, "tokens"))
-
-
-class TurnRange(Stage):
-    """Active turn ids must lie in [0, tokens)."""
-
-    slot = "actor.gae_timestep_unit"
-    reads = ("aligned_turn_ids", "loss_mask", "facts")
-    flags = ("turn_id_out_of_range",)
-
-    def forward(self, ids_BT, mask_BT, facts):
-        outside_BT = (ids_BT < 0) | (ids_BT >= fact(facts, "tokens"))
-        return select(mask_BT, outside_BT.to(torch.float32)).sum(1) > 0
 
 
 class Turns(Stage):
@@ -106,7 +112,7 @@ class LambdaByLength(Stage):
     """A built-in lambda function of each row's length in the estimator's unit."""
 
     slot = "actor.gae_lambda"
-    reads = ("n_actions", "turn_counts?")
+    reads = ("n_active", "turn_counts?")
     writes = ("gae_lambda",)
     flags = ("nonfinite_lambda",)
 
@@ -114,20 +120,20 @@ class LambdaByLength(Stage):
     kwargs: tuple[tuple[str, Any], ...]
     unit: str
 
-    def forward(self, n_actions_B, turn_counts_B):
-        tokens_B = n_actions_B.to(torch.int64)
+    def forward(self, n_active_B, turn_counts_B):
+        tokens_B = n_active_B.to(torch.int64)
         turns_B = torch.zeros_like(tokens_B) if turn_counts_B is None else turn_counts_B.to(torch.int64)
         context = {
             "effective_token_lengths": tokens_B,
             "turn_counts": turns_B,
             "timestep_lengths": turns_B if self.unit == "turn" else tokens_B,
         }
-        lambda_B = self.fn(context, **dict(self.kwargs))
+        lambda_B = self.fn(context, **dict(self.kwargs)).to(torch.float64)
         return lambda_B, ~finite(lambda_B)
 
 
 class ConstantLambda(Stage):
-    """The same lambda for every row."""
+    """The same lambda for every row, float64: rounded to float32, 0.99999 ** 100_000 is off by a thousandth."""
 
     slot = "actor.gae_lambda"
     reads = ("lengths",)
@@ -136,25 +142,36 @@ class ConstantLambda(Stage):
     value: float
 
     def forward(self, lengths_B):
-        return torch.full_like(lengths_B, self.value, dtype=torch.float32)
+        return torch.full_like(lengths_B, self.value, dtype=torch.float64)
 
 
 class TokenGAE(Stage):
     """One step per active column; every other column shows the state carried back to it."""
 
     slot = "actor.advantage.estimator"
-    reads = ("outcome", "kl", "folded?", "values?", "bootstrap_values?", "actions", "is_truncated", "gae_lambda")
+    reads = (
+        "outcome",
+        "kl?",
+        "folded?",
+        "values?",
+        "bootstrap_values?",
+        "loss_mask",
+        "is_truncated",
+        "gae_lambda",
+        "facts",
+    )
     writes = ("advantages", "returns", "tot_rewards")
 
     discount: float
 
-    def forward(self, outcome_BT, kl_BT, folded_BT, values_BT, bootstrap_B, actions_BT, is_truncated_B, lambda_B):
-        total_BT = outcome_BT + kl_BT if folded_BT is None else outcome_BT + kl_BT + folded_BT
+    def forward(self, outcome_BT, kl_BT, folded_BT, values_BT, bootstrap_B, mask_BT, is_truncated_B, lambda_B, facts):
+        total_BT = total(outcome_BT, kl_BT, folded_BT)
         after_B = bootstrap(bootstrap_B, is_truncated_B)
+        end = fact(facts, "tokens") - 1  # a mask that wrapped into the last column is no step
         advantages_BT, _ = kernels.backward_recurrence(
-            total_BT, values_BT, actions_BT, after_B, self.discount, lambda_B, False
+            total_BT, values_BT, mask_BT, after_B, self.discount, lambda_B, end, False
         )
-        returns_BT = advantages_BT.clone() if values_BT is None else advantages_BT + values_BT
+        returns_BT = advantages_BT.clone() if values_BT is None else advantages_BT + clean(values_BT)
         return advantages_BT, returns_BT, total_BT
 
 
@@ -167,7 +184,7 @@ class TurnGAE(Stage):
         "turn_values",
         "turn_ends",
         "outcome",
-        "kl",
+        "kl?",
         "folded?",
         "values?",
         "bootstrap_values?",
@@ -193,18 +210,31 @@ class TurnGAE(Stage):
         is_truncated_B,
         lambda_B,
     ):
-        total_BT = outcome_BT + kl_BT if folded_BT is None else outcome_BT + kl_BT + folded_BT
+        total_BT = total(outcome_BT, kl_BT, folded_BT)
         after_B = bootstrap(bootstrap_B, is_truncated_B)
         critic = values_BT is not None
         running_BT, value_BT = kernels.backward_recurrence(
-            turn_rewards_BT, turn_values_BT if critic else None, ends_BT, after_B, self.discount, lambda_B, critic
+            turn_rewards_BT, turn_values_BT if critic else None, ends_BT, after_B, self.discount, lambda_B, None, critic
         )
         run_BT = select(mask_BT, running_BT)
         if critic:
-            returns_BT = torch.where(mask_BT > 0, running_BT + value_BT, values_BT)
+            returns_BT = torch.where(mask_BT > 0, running_BT + value_BT, clean(values_BT))
         else:
             returns_BT = run_BT.clone()
-        return run_BT + kl_BT, returns_BT, total_BT
+        return run_BT if kl_BT is None else run_BT + kl_BT, returns_BT, total_BT
+
+
+def total(outcome_BT: Tensor, kl_BT: Tensor | None, folded_BT: Tensor | None) -> Tensor:
+    """All rewards of each column, as a tensor of its own."""
+    if kl_BT is None and folded_BT is None:
+        return outcome_BT.clone()
+    total_BT = outcome_BT if kl_BT is None else outcome_BT + kl_BT
+    return total_BT if folded_BT is None else total_BT + folded_BT
+
+
+def clean(values: Tensor) -> Tensor:
+    """0 in place of a non-finite value: in an active slot it is an error, in a masked one nothing."""
+    return torch.where(finite(values), values, 0.0)
 
 
 def bootstrap(bootstrap_B: Tensor | None, is_truncated_B: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class LengthPenalty(Stage):
     slot = "actor.overlong_reward_penalty"
     reads = ("rewards", "n_generated")
     writes = ("rewards",)
-    flags = ("uncapped_length_penalty",)
+    flags = ("uncapped_length_penalty", "nonfinite_result")
 
     overlong_tokens: int
     overlong_penalty_factor: float
@@ -33,7 +33,8 @@ class LengthPenalty(Stage):
         exceed_B = n_generated_B.to(torch.float64) - (self.max_new_tokens - self.overlong_tokens)
         penalty_B = (-exceed_B / self.overlong_tokens * self.overlong_penalty_factor).clamp(max=0.0)
         beyond_B = penalty_B < -abs(self.overlong_penalty_factor)
-        return (rewards_B + self.limit(penalty_B)).to(torch.float32), beyond_B
+        rewards_B = (rewards_B + self.limit(penalty_B)).to(torch.float32)
+        return rewards_B, beyond_B, ~finite(rewards_B)
 
     def limit(self, penalty_B: Tensor) -> Tensor:
         return penalty_B

@@ -1,19 +1,19 @@
 """Takes log probabilities as they came; gives them next-token aligned and zero outside the loss mask."""
 
+import torch
+
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import bad_rows, fact, roll_left, select
+from compiled_adv.stages.select import fact, roll_left, select
 
 
 class BehaviorLogprobs(Stage):
     """The rollout's own log probabilities, rolled by one."""
 
-    reads = ("logprobs", "generated", "loss_mask", "facts")
+    reads = ("logprobs", "loss_mask", "facts")
     writes = ("behavior_logprobs",)
-    flags = ("nonfinite_logprobs",)
 
-    def forward(self, logprobs_BT, generated_BT, mask_BT, facts):
-        own_BT = select(generated_BT, logprobs_BT)
-        return select(mask_BT, roll_left(own_BT, fact(facts, "tokens"))), bad_rows(own_BT)
+    def forward(self, logprobs_BT, mask_BT, facts):
+        return select(mask_BT, roll_left(logprobs_BT, fact(facts, "tokens")))
 
 
 class ProximalLogprobs(Stage):
@@ -22,11 +22,20 @@ class ProximalLogprobs(Stage):
     slot = "actor.recompute_logprob"
     reads = ("prox_logp", "loss_mask")
     writes = ("prox_logp",)
-    flags = ("nonfinite_prox_logp",)
 
     def forward(self, prox_logp_BT, mask_BT):
-        prox_logp_BT = select(mask_BT, prox_logp_BT)
-        return prox_logp_BT, bad_rows(prox_logp_BT)
+        return select(mask_BT, prox_logp_BT)
+
+
+class CopyLogprobs(Stage):
+    """The same numbers as a tensor of their own, for a second output."""
+
+    reads = ("logprobs", "lengths")
+    writes = ("prox_logp",)
+
+    def forward(self, logprobs_BT, lengths_B):
+        # a plain clone would be a loop of its own; what reads a row's value stays in the row's loop
+        return torch.where(lengths_B[:, None] >= 0, logprobs_BT, 0.0)
 
 
 class ReferenceLogprobs(Stage):
@@ -34,8 +43,6 @@ class ReferenceLogprobs(Stage):
 
     reads = ("ref_logp", "loss_mask")
     writes = ("ref_logp",)
-    flags = ("nonfinite_ref_logp",)
 
     def forward(self, ref_logp_BT, mask_BT):
-        ref_logp_BT = select(mask_BT, ref_logp_BT)
-        return ref_logp_BT, bad_rows(ref_logp_BT)
+        return select(mask_BT, ref_logp_BT)

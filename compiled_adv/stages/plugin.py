@@ -4,6 +4,7 @@ The functions here serve every backend. A function gets copies, so no caller's t
 changed is an error. The stages at the end put a function into the Pipeline: it sees exact shapes, never padding.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
@@ -21,10 +22,12 @@ from compiled_adv.advantage import (
     ProcessAdvantageInputs,
 )
 from compiled_adv.advantage_algorithms import TemporalInputs, TemporalResult
+from compiled_adv.batch import TrajBatchMeta
 from compiled_adv.errors import CompiledAdvError, MissingReferences, PluginRaised, PluginResult, PluginWroteInput
 from compiled_adv.gae import call_lambda, lambda_context
 from compiled_adv.resolve import Plugin
 from compiled_adv.stage import Stage
+from compiled_adv.stages.estimator import clean
 
 # A channel by name: None where an optional one is absent.
 Channels = Callable[[str], Any]
@@ -42,7 +45,7 @@ def call(plugin: Plugin, inputs: Any) -> Any:
     """The function's raw result on copies of the inputs' tensors."""
     handed = _copied(inputs)
     try:
-        result = plugin.fn(handed, **plugin.kwargs)
+        result = plugin.fn(handed, **copy.deepcopy(dict(plugin.kwargs)))
     except CompiledAdvError:
         raise
     except Exception as error:
@@ -52,6 +55,8 @@ def call(plugin: Plugin, inputs: Any) -> Any:
         if not _same(given, held):
             hint = "return new tensors; clone before writing"
             raise PluginWroteInput(f"the function wrote to its input '{name}'", at=place(plugin), hint=hint)
+    if getattr(inputs, "meta", None) != getattr(handed, "meta", None):
+        raise PluginWroteInput("the function wrote to its input 'meta'", at=place(plugin), hint="copy it first")
     return result
 
 
@@ -103,7 +108,8 @@ def call_compute(plugin: Plugin, inputs: AdvantageInputs, *, decoupled: bool) ->
         x = _field(plugin, result, AdvantageResult, name)
         out[name] = _checked(plugin, name, x, rows if name == "rewards" else mask.shape, device)
     _binary(plugin, "loss_mask", out["loss_mask"])
-    extras = getattr(result, "extras", None) or {}
+    extras = getattr(result, "extras", None)
+    extras = {} if extras is None else extras
     if not isinstance(extras, Mapping):
         raise PluginResult("extras must be a mapping", at=place(plugin), found=type(extras).__name__)
     for name, x in extras.items():
@@ -114,7 +120,7 @@ def call_compute(plugin: Plugin, inputs: AdvantageInputs, *, decoupled: bool) ->
         out[name] = _checked(plugin, f"extras.{name}", x, shape, device, floating=not mask_like)
         if mask_like:
             _binary(plugin, f"extras.{name}", out[name])
-    if "mopd_teacher_logp_sum" in inputs.data and "mopd_behavior_logprobs" not in extras:
+    if inputs.data.get("mopd_teacher_logp_sum") is not None and "mopd_behavior_logprobs" not in extras:
         hint = "extras={'mopd_behavior_logprobs': the rollout's own aligned log probabilities, ...}"
         what = "a batch with mopd_teacher_logp_sum needs extras.mopd_behavior_logprobs"
         raise PluginResult(what, at=place(plugin), hint=hint)
@@ -127,10 +133,14 @@ def call_compute(plugin: Plugin, inputs: AdvantageInputs, *, decoupled: bool) ->
 
 
 def _copied(inputs: Any) -> Any:
-    """The same dataclass or mapping with every tensor cloned."""
+    """The same dataclass or mapping with every tensor cloned, and lists of the metadata of its own."""
+    if isinstance(inputs, TrajBatchMeta):
+        lists: Any = {k: [*v] for k, v in vars(inputs).items() if isinstance(v, list)}
+        return replace(inputs, **lists)
     if is_dataclass(inputs) and not isinstance(inputs, type):
         own = {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name != "config"}
-        return replace(inputs, **{k: _copied(v) for k, v in own.items() if isinstance(v, (Tensor, Mapping))})
+        copied = (Tensor, Mapping, TrajBatchMeta)
+        return replace(inputs, **{k: _copied(v) for k, v in own.items() if isinstance(v, copied)})
     if isinstance(inputs, Mapping):
         return MappingProxyType({k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in inputs.items()})
     return inputs.detach().clone()
@@ -223,8 +233,7 @@ class OutcomePlugin(PluginStage):
         data = dict(admitted.data)
         if self.penalised:
             data["rewards"] = channel("rewards")
-        meta = admitted.meta
-        n_members = None if meta is None or meta.rollout_groups is None else sum(meta.logical_group_sizes)
+        meta, n_members = admitted.meta, admitted.n_members
         required = self.normalised and admitted.explicit_references
         inputs = OutcomeRewardInputs(MappingProxyType(data), admitted.config, meta)
         result = call_outcome(self.plugin, inputs, n_members, required)
@@ -250,7 +259,7 @@ class LambdaPlugin(PluginStage):
         if self.unit == "turn":
             context["timestep_lengths"] = context["turn_counts"].clone()
         at = f"actor.gae_lambda = {self.plugin.path}"
-        return (call_lambda(self.plugin.fn, self.plugin.kwargs, context, at=at),)
+        return (call_lambda(self.plugin.fn, self.plugin.kwargs, context, at=at).to(torch.float64),)
 
 
 class EstimatorPlugin(PluginStage):
@@ -282,7 +291,7 @@ class EstimatorPlugin(PluginStage):
             outcome_rewards=outcome_BT,
             kl_rewards=channel("kl"),
             process_rewards=given("folded", outcome_BT),
-            values=given("values", outcome_BT),
+            values=clean(given("values", outcome_BT)),
             bootstrap_values=given("bootstrap_values", truncated_B),
             is_truncated=truncated_B > 0,
             loss_mask=channel("loss_mask"),

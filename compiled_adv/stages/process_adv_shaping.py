@@ -56,24 +56,3 @@ class ProcessWeighted(Stage):
         weighted_BT = torch.where(advantages_BT >= 0, advantages_BT * direct_BT, advantages_BT)
         weighted_BT = torch.where(flips_BT, direct_BT, weighted_BT)
         return torch.where(mask_BT > 0, weighted_BT, advantages_BT), flips_BT.any(1)
-
-
-class WeightRange(Stage):
-    """process_weighted needs process rewards in [0, 1]; inactive ones are 0."""
-
-    slot = "actor.advantage.process_adv_shaping"
-    reads = ("direct",)
-    flags = ("process_reward_out_of_range",)
-
-    def forward(self, direct_BT):
-        return ((direct_BT < 0) | (direct_BT > 1)).any(1)
-
-
-class FiniteResult(Stage):
-    """Rows whose result overflowed."""
-
-    reads = ("advantages", "returns", "tot_rewards")
-    flags = ("nonfinite_result",)
-
-    def forward(self, advantages_BT, returns_BT, tot_rewards_BT):
-        return ((advantages_BT + returns_BT + tot_rewards_BT) * 0.0).sum(1) != 0

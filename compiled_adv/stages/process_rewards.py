@@ -3,7 +3,7 @@
 import torch
 
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import bad_rows, columns, fact, roll_left, select, shift_left
+from compiled_adv.stages.select import columns, fact, roll_left, select, shift_left
 
 
 class ProcessRewards(Stage):
@@ -12,16 +12,12 @@ class ProcessRewards(Stage):
     slot = "actor.token_rewards_as_adv"
     reads = ("token_rewards", "generated", "is_truncated")
     writes = ("token_rewards",)
-    flags = ("nonfinite_token_rewards",)
 
     mask_no_eos: bool
 
     def forward(self, token_rewards_BT, generated_BT, is_truncated_B):
         own_BT = select(generated_BT, token_rewards_BT)
-        bad_B = bad_rows(own_BT)
-        if self.mask_no_eos:
-            own_BT = torch.where(is_truncated_B[:, None] > 0, 0.0, own_BT)
-        return own_BT, bad_B
+        return torch.where(is_truncated_B[:, None] > 0, 0.0, own_BT) if self.mask_no_eos else own_BT
 
 
 class DirectRewards(Stage):
@@ -36,28 +32,23 @@ class DirectRewards(Stage):
 
 
 class FoldedRewards(Stage):
-    """Each turn's process reward once, at the turn's end; its tokens must agree on it.
+    """Each turn's process reward once, at the turn's end.
 
     Without turn ids every run of active columns is a turn; a turn with a gap inside is folded once per run.
     """
 
     slot = "actor.token_rewards_as_adv"
-    reads = ("token_rewards", "generated", "loss_mask", "turn_ids?", "facts")
+    reads = ("token_rewards", "loss_mask", "turn_ids?", "facts")
     writes = ("folded",)
-    flags = ("nonuniform_folded_rewards",)
 
-    def forward(self, own_BT, generated_BT, mask_BT, turn_ids_BT, facts):
+    def forward(self, own_BT, mask_BT, turn_ids_BT, facts):
         tokens = fact(facts, "tokens")
         aligned_BT = roll_left(own_BT, tokens)
         goes_on_BT = shift_left(mask_BT) > 0
-        neighbours_BT = (generated_BT > 0) & (shift_left(generated_BT) > 0)
         if turn_ids_BT is not None:
             ids_BT = align_turn_ids(turn_ids_BT, tokens)
             goes_on_BT = goes_on_BT & (ids_BT == shift_left(ids_BT, -1))
-            neighbours_BT = neighbours_BT & (turn_ids_BT == shift_left(turn_ids_BT, -1))
-        folded_BT = torch.where((mask_BT > 0) & ~goes_on_BT, aligned_BT, 0.0)
-        differs_BT = neighbours_BT & (own_BT != shift_left(own_BT))
-        return folded_BT, differs_BT.any(1)
+        return torch.where((mask_BT > 0) & ~goes_on_BT, aligned_BT, 0.0)
 
 
 def align_turn_ids(turn_ids_BT, tokens):

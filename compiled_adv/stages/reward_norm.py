@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_adv.spec import Norm
 from compiled_adv.stage import Stage
 from compiled_adv.stages.select import fact
-from compiled_adv.stages.statistics import Centre, Moments, centre, over, scale
+from compiled_adv.stages.statistics import Moments, centre, scale
 
 
 class Score(Stage):
@@ -50,11 +50,11 @@ class RowGroups(Stage):
 
 
 class Units(Stage):
-    """Score of each unit, and whether it counts (under default rules every unit does)."""
+    """Score of each unit as moments of one cell, its group, and whether it counts (by default every unit does)."""
 
     slot = "actor.reward_norm"
     reads = ("rewards", "references", "member_of_row", "first_row", "row_groups", "is_truncated", "facts")
-    writes = ("unit_scores", "unit_counts", "unit_groups")
+    writes = ("unit_n", "unit_mean", "unit_m2", "unit_groups")
     flags = ("split_rows_differ",)
 
     score: Score
@@ -66,9 +66,10 @@ class Units(Stage):
         differs_B = inferred_U[member_B] & (rewards_B != rewards_B[first_row_U][member_B])
         value_U = torch.where(inferred_U, rewards_B[first_row_U], references_U)
         real_U = torch.arange(len(first_row_U), device=first_row_U.device) < fact(facts, "members")
-        counts_U = (real_U & self.kept(member_of_row_B, is_truncated_B)).to(torch.float64)
+        counts_U = real_U & self.kept(member_of_row_B, is_truncated_B)
+        score_U = torch.where(counts_U, self.score.forward(value_U), 0.0)
         group_U = torch.where(real_U, group_B[first_row_U], -1)
-        return self.score.forward(value_U), counts_U, group_U, differs_B
+        return counts_U.to(torch.float64), score_U, torch.zeros_like(score_U), group_U, differs_B
 
     def kept(self, member_of_row_B: Tensor, is_truncated_B: Tensor) -> Tensor:
         return torch.ones_like(member_of_row_B, dtype=torch.bool)
@@ -86,55 +87,84 @@ class SameRawRewards(Stage):
         return torch.isnan(references_U)[member_B] & (rewards_B != rewards_B[first_row_U][member_B])
 
 
+class SingleUnits(Stage):
+    """Units whose group has one member."""
+
+    slot = "actor.reward_norm"
+    reads = ("group_n",)
+    writes = ("single",)
+
+    def forward(self, group_n_U):
+        return group_n_U == 1
+
+
 class RewardNorm(Stage):
     """(score - mean of its unit) / scale of its unit."""
 
     slot = "actor.reward_norm"
-    reads = ("scores", "unit_scores", "unit_counts", "unit_groups", "member_of_row", "is_truncated", "facts")
+    reads = (
+        "scores",
+        "unit_n",
+        "unit_mean",
+        "unit_groups",
+        "group_n?",
+        "group_mean?",
+        "group_m2?",
+        "batch_n?",
+        "batch_mean?",
+        "batch_m2?",
+        "single?",
+        "member_of_row",
+        "is_truncated",
+        "facts",
+    )
     writes = ("scores",)
     flags = ("zero_spread_groups", "loo_alone", "discarded_rows_counted")
 
     norm: Norm
     mask_no_eos: bool
 
-    def forward(self, scores_B, score_U, counts_U, group_U, member_of_row_B, is_truncated_B, facts):
+    def forward(
+        self,
+        scores_B,
+        n_U,
+        score_U,
+        group_U,
+        group_n_U,
+        group_mean_U,
+        group_m2_U,
+        batch_n,
+        batch_mean,
+        batch_m2,
+        single_U,
+        member_of_row_B,
+        is_truncated_B,
+        facts,
+    ):
         norm = self.norm
-        units = Moments(counts_U, torch.where(counts_U > 0, score_U, 0.0), torch.zeros_like(score_U))
-        group = units.merged(group_U).of(group_U)
-        single_U = (group_U >= 0) & (group.n_U == 1)
-        one_in_batch = counts_U.sum() == 1
-        itself_U = single_U if norm.mean_level == "group" else self.alone_in_batch(one_in_batch) & (counts_U > 0)
-        around = centre(units, norm.mean_level, norm.mean_leave1out, group_U, itself_U)
-        divisor_U = scale(units, around, norm.std_level, norm.std_unbiased, norm.eps, group_U, single_U)
+        group = None if group_n_U is None else Moments(group_n_U, group_mean_U, group_m2_U)
+        batch = None if batch_n is None else Moments(batch_n, batch_mean, batch_m2)
+        single_U = torch.zeros_like(n_U, dtype=torch.bool) if single_U is None else single_U
+        lone = norm.mean_leave1out and norm.mean_level == "batch"
+        lone_U = (n_U > 0) & (batch_n == 1) if lone else torch.zeros_like(single_U)
+        itself_U = single_U if norm.mean_level == "group" else self.on_itself(lone_U)
+        mean_U, spread_U = centre(norm, group, batch, itself_U)
+        divisor_U = scale(norm, mean_U, spread_U, group, batch, group_U >= 0, single_U)
         if norm.std_level is not None:
             small_U = (fact(facts, "rollouts_given") > 0) & (divisor_U <= 2 * norm.eps)
             divisor_U = torch.where(small_U, 1.0, divisor_U)
-        mean_U = own_mean(score_U, around) if norm.mean_leave1out else around.mean_U
+        # what a unit is compared with: score - spread * (score - mean), exact where they are equal
+        against_U = mean_U + (1 - spread_U) * (score_U - mean_U)
+        part = group if "group" in (norm.mean_level, norm.std_level) else batch
+        flat_U = (part.n > 0) & (part.m2 == 0) & torch.ones_like(single_U)  # equal scores have exactly no spread
         member_B = member_of_row_B.clamp(min=0)
         return (
-            (scores_B - mean_U[member_B]) / divisor_U[member_B],
-            self.without_spread(units, group_U)[member_B],
-            self.left_alone(one_in_batch) & (counts_U > 0)[member_B],
+            (scores_B - against_U.expand(n_U.shape)[member_B]) / divisor_U.expand(n_U.shape)[member_B],
+            flat_U[member_B],
+            lone_U[member_B],
             (is_truncated_B > 0) & self.mask_no_eos,
         )
 
-    def alone_in_batch(self, one_in_batch: Tensor) -> Tensor:
-        """Whether the only unit of a batch is centred on itself."""
-        return torch.zeros_like(one_in_batch)
-
-    def left_alone(self, one_in_batch: Tensor) -> Tensor:
-        return one_in_batch & (self.norm.mean_leave1out and self.norm.mean_level == "batch")
-
-    def without_spread(self, units: Moments, group_U: Tensor) -> Tensor:
-        """Units of a part whose counting units all have one value: exactly then is m2 exactly 0."""
-        level = "group" if "group" in (self.norm.mean_level, self.norm.std_level) else "batch"
-        part_U = over(level, group_U)
-        part = units.merged(part_U).of(part_U)
-        return (part_U >= 0) & (part.n_U > 0) & (part.m2_U == 0)
-
-
-def own_mean(score_U: Tensor, around: Centre) -> Tensor:
-    """Mean that a unit is compared with under leave-one-out: score - spread * (score - mean), exact where equal."""
-    return around.mean_U + (1 - around.spread_U) * (score_U - around.mean_U)
-
-
+    def on_itself(self, lone_U: Tensor) -> Tensor:
+        """Whether the only unit of a batch is centred on itself under leave-one-out."""
+        return torch.zeros_like(lone_U)

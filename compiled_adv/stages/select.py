@@ -10,7 +10,7 @@ from torch import Tensor
 
 def columns(x_BT: Tensor) -> Tensor:
     """Column numbers [T]."""
-    return torch.arange(x_BT.shape[1], device=x_BT.device)
+    return torch.arange(x_BT.shape[1], dtype=torch.int32, device=x_BT.device)
 
 
 def fact(facts: Tensor, name: str) -> Tensor:
@@ -37,7 +37,7 @@ def roll_left(x_BT: Tensor, tokens: Tensor) -> Tensor:
 
 def at_column(x_BT: Tensor, column_B: Tensor) -> Tensor:
     """x[b, column[b]] as [B]."""
-    return x_BT.gather(1, column_B[:, None])[:, 0]
+    return x_BT.gather(1, column_B.to(torch.int64)[:, None])[:, 0]
 
 
 def last_valid(lengths_B: Tensor, tokens: Tensor) -> Tensor:
@@ -48,8 +48,3 @@ def last_valid(lengths_B: Tensor, tokens: Tensor) -> Tensor:
 def finite(x: Tensor) -> Tensor:
     """True where x is a finite number (inf - inf and NaN - NaN are NaN)."""
     return x - x == 0
-
-
-def bad_rows(x_BT: Tensor) -> Tensor:
-    """Rows that hold a non-finite number: 0 * inf and 0 * NaN are NaN, and a sum keeps a NaN."""
-    return (x_BT * 0.0).sum(1) != 0

@@ -1,7 +1,8 @@
 """Takes count, mean and sum of squared deviations of units; gives the centre and scale that a norm block asks for.
 
 A unit is one logical rollout's score (reward norm) or one row's active tokens (advantage norm). All in float64, merged
-in unit order, so a unit that counts nothing changes no digit. Source: semantics.md, "Mean and scale".
+in unit order, so a unit that counts nothing changes no digit. Each norm block merges a batch at most once: that is
+where ranks meet. Source: semantics.md, "Mean and scale".
 """
 
 from dataclasses import dataclass
@@ -10,76 +11,104 @@ import torch
 from torch import Tensor
 
 from compiled_adv import kernels
+from compiled_adv.spec import Norm
+from compiled_adv.stage import Stage
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and sum of squared deviations, each float64 [U]; a part's numbers stand at its index."""
+    """Count, mean and sum of squared deviations, float64: of each unit, of each unit's group, or of the batch."""
 
-    n_U: Tensor
-    mean_U: Tensor
-    m2_U: Tensor
+    n: Tensor
+    mean: Tensor
+    m2: Tensor
 
-    def merged(self, part_U: Tensor) -> "Moments":
-        """Moments of each part, at index part; units of part -1 are left out."""
-        return Moments(*kernels.merge_moments(self.n_U, self.mean_U, self.m2_U, part_U))
-
-    def of(self, part_U: Tensor) -> "Moments":
-        """The part's moments at each of its units."""
-        at_U = part_U.clamp(min=0)
-        return Moments(self.n_U[at_U], self.mean_U[at_U], self.m2_U[at_U])
+    def around(self, centre: Tensor) -> Tensor:
+        """Sum of squared deviations from another centre."""
+        return self.m2 + self.n * (self.mean - centre) ** 2
 
 
-@dataclass(frozen=True)
-class Centre:
-    """x becomes spread * (x - mean): a leave-one-out mean moves with x, so its spread is n/(n-1)."""
+class GroupMoments(Stage):
+    """Moments of each unit's group, at the unit; zeros outside every group."""
 
-    mean_U: Tensor
-    spread_U: Tensor
+    reads = ("unit_n", "unit_mean", "unit_m2", "unit_groups")
+    writes = ("group_n", "group_mean", "group_m2")
 
-
-def whole(group_U: Tensor) -> Tensor:
-    """Every unit in one part."""
-    return torch.zeros_like(group_U)
-
-
-def over(level: str | None, group_U: Tensor) -> Tensor:
-    """Part of each unit at a level; units outside every group have -1."""
-    return group_U if level == "group" else whole(group_U)
+    def forward(self, n_U, mean_U, m2_U, group_U):
+        at_U, inside_U = group_U.clamp(min=0), group_U >= 0
+        merged = kernels.merge_moments(n_U, mean_U, m2_U, group_U)
+        return tuple(torch.where(inside_U, x_G[at_U], 0.0) for x_G in merged)
 
 
-def centre(units: Moments, level: str | None, leave_one_out: bool, group_U: Tensor, alone_U: Tensor) -> Centre:
-    """Mean around which each unit is centred; `alone_U` marks units whose part has one member, to be centred on itself.
+class BatchMoments(Stage):
+    """Moments of all units."""
 
-    level null: 0. Plain: the part's mean, 0 for an empty part or outside every group.
+    reads = ("unit_n", "unit_mean", "unit_m2")
+    writes = ("batch_n", "batch_mean", "batch_m2")
+
+    def forward(self, n_U, mean_U, m2_U):
+        whole_U = torch.zeros(n_U.shape, dtype=torch.int64, device=n_U.device)
+        return tuple(x_U[0] for x_U in kernels.merge_moments(n_U, mean_U, m2_U, whole_U))
+
+
+class GroupCentred(Stage):
+    """Units as deviations from their group's centre: what a batch scale beside a group mean is made of."""
+
+    reads = ("unit_n", "unit_mean", "unit_m2", "group_n", "group_mean", "group_m2", "single")
+    writes = ("unit_mean", "unit_m2")
+
+    leave_one_out: bool
+
+    def forward(self, n_U, mean_U, m2_U, group_n_U, group_mean_U, group_m2_U, single_U):
+        group = Moments(group_n_U, group_mean_U, group_m2_U)
+        centre_U, spread_U = centre_of(group, self.leave_one_out, single_U)
+        # with mean 0 everywhere, merged m2 is the plain sum
+        return torch.zeros_like(mean_U), spread_U**2 * Moments(n_U, mean_U, m2_U).around(centre_U)
+
+
+def centre_of(part: Moments, leave_one_out: bool, alone: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, spread): x becomes spread * (x - mean). A leave-one-out mean moves with x, so its spread is n/(n-1).
+
+    An empty part has mean 0, and so has one of one cell under leave-one-out unless it is `alone`: centred on itself.
     """
-    one_U = torch.ones_like(units.mean_U)
-    if level is None:
-        return Centre(torch.zeros_like(units.mean_U), one_U)
-    part_U = over(level, group_U)
-    part = units.merged(part_U).of(part_U)
-    inside_U = part_U >= 0
     if not leave_one_out:
-        return Centre(torch.where(inside_U & (part.n_U > 0), part.mean_U, 0.0), one_U)
-    peers_U = inside_U & (part.n_U > 1)
-    spread_U = torch.where(peers_U, part.n_U / (part.n_U - 1).clamp(min=1), 1.0)
-    return Centre(torch.where(peers_U, part.mean_U, 0.0), torch.where(alone_U, 0.0, spread_U))
+        return torch.where(part.n > 0, part.mean, 0.0), torch.ones_like(part.mean)
+    peers = part.n > 1
+    spread = torch.where(peers, part.n / (part.n - 1).clamp(min=1), 1.0)
+    return torch.where(peers, part.mean, 0.0), torch.where(alone, 0.0, spread)
+
+
+def centre(norm: Norm, group: Moments | None, batch: Moments | None, alone: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, spread) at the block's mean level; level null: 0."""
+    part = group if norm.mean_level == "group" else batch
+    if norm.mean_level is None:
+        return torch.zeros_like(alone, dtype=torch.float64), torch.ones_like(alone, dtype=torch.float64)
+    assert part is not None
+    return centre_of(part, norm.mean_leave1out, alone)
 
 
 def scale(
-    units: Moments, around: Centre, level: str | None, unbiased: bool, eps: float, group_U: Tensor, single_U: Tensor
+    norm: Norm,
+    mean: Tensor,
+    spread: Tensor,
+    group: Moments | None,
+    batch: Moments | None,
+    inside_U: Tensor,
+    single_U: Tensor,
 ) -> Tensor:
-    """Standard deviation around those means, plus eps; level null: 1. `single_U` marks units of one-member groups."""
-    if level is None:
-        return torch.ones_like(units.mean_U)
-    part_U = over(level, group_U)
-    squares_U = around.spread_U**2 * (units.m2_U + units.n_U * (units.mean_U - around.mean_U) ** 2)
-    # moments with mean 0 add up: their merged m2 is the plain sum
-    part = Moments(units.n_U, torch.zeros_like(squares_U), squares_U).merged(part_U).of(part_U)
-    degrees_U = part.n_U - 1 if unbiased else part.n_U
-    std_U = torch.sqrt(part.m2_U / degrees_U.clamp(min=1))
-    undefined_U = degrees_U < 1
-    if unbiased and level == "group":
-        undefined_U = undefined_U | single_U
-    std_U = torch.where(undefined_U, 1.0, std_U)
-    return torch.where(part_U >= 0, std_U, 0.0) + eps
+    """Standard deviation around those means, plus eps, at the block's std level; level null: 1.
+
+    `inside_U` marks units of some group; outside, the deviation is 0. `single_U` marks units of one-member groups.
+    """
+    if norm.std_level is None:
+        return torch.ones_like(single_U, dtype=torch.float64)
+    part = group if norm.std_level == "group" else batch
+    assert part is not None
+    centred = norm.std_level == "batch" and norm.mean_level == "group"  # GroupCentred has done it
+    squares = part.m2 if centred else spread**2 * part.around(mean)
+    degrees = part.n - 1 if norm.std_unbiased else part.n
+    std = torch.where(degrees < 1, 1.0, torch.sqrt(squares / degrees.clamp(min=1)))
+    if norm.std_level == "group":
+        std = torch.where(single_U, 1.0, std) if norm.std_unbiased else std
+        std = torch.where(inside_U, std, 0.0)
+    return std + norm.eps

@@ -19,8 +19,10 @@ from compiled_adv.stages.select import columns
 class ShiftAlignment(Alignment):
     """The mask shifts: the last column is never active."""
 
-    def mask(self, actions_BT: Tensor, generated_BT: Tensor, facts: Tensor) -> Tensor:
-        return actions_BT.clone()
+    def mask(
+        self, actions_BT: Tensor, n_actions_B: Tensor, generated_BT: Tensor, n_generated_B: Tensor, facts: Tensor
+    ) -> tuple[Tensor, ...]:
+        return actions_BT, actions_BT.clone(), n_actions_B, n_actions_B.clone()
 
 
 class CappedLengthPenalty(LengthPenalty):
@@ -51,8 +53,8 @@ class KeptUnits(Units):
 class LoneRewardNorm(RewardNorm):
     """Leave-one-out over a batch with one unit compares the unit with itself."""
 
-    def alone_in_batch(self, one_in_batch: Tensor) -> Tensor:
-        return one_in_batch
+    def on_itself(self, lone_U: Tensor) -> Tensor:
+        return lone_U
 
 
 class PlaceOutcomeOnAction(PlaceOutcome):

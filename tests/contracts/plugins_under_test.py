@@ -1,4 +1,4 @@
-"""Functions that the contract tests name by dotted path: honest ones, ones that return something wrong, ones that write.
+"""Functions that the contract tests name by dotted path: honest ones, ones that return something wrong or write.
 
 Each honest function notes what it was given in SEEN, which the tests clear.
 """
@@ -152,8 +152,9 @@ def estimator_of_kind(inputs, *, kind):
 
 
 def write_estimator(inputs, *, way, field):
+    result = numbers_its_cells(inputs)
     WRITES[way](getattr(inputs, field))
-    return numbers_its_cells(inputs)
+    return result
 
 
 def lambda_as_advantage(inputs, *, unit):

@@ -65,7 +65,9 @@ class Runner:
 
     def build(self, actor: dict[str, Any] | None = None) -> compiled_adv.Compute:
         actor = {"kl_ctl": 0.0} | (actor or {})
-        return compiled_adv.build({"actor": actor | {"advantage": {"backend": self.backend} | actor.get("advantage", {})}})
+        return compiled_adv.build(
+            {"actor": actor | {"advantage": {"backend": self.backend} | actor.get("advantage", {})}}
+        )
 
     def __call__(
         self, batch: dict[str, Any], actor: dict[str, Any] | None = None, meta: Any = None, **call: Any

@@ -74,7 +74,9 @@ def test_the_penalty_counts_generated_tokens_and_no_others(run):
 
 
 def test_without_the_switch_there_is_no_penalty(run):
-    assert run(rows("pgggggg", rewards=[1.0]), PENALTY | {"overlong_reward_penalty": False})["rewards"].tolist() == [1.0]
+    assert run(rows("pgggggg", rewards=[1.0]), PENALTY | {"overlong_reward_penalty": False})["rewards"].tolist() == [
+        1.0
+    ]
 
 
 # ---- score ----
@@ -229,9 +231,7 @@ def test_the_kl_of_the_last_valid_column_is_zero_in_the_total_and_kept_in_kl_rew
 # ---- outcome ----
 
 
-@pytest.mark.parametrize(
-    ("row", "column"), [("pggg..", 2), ("pg....", 0), ("p.....", 0), ("......", 0), ("pggggg", 4)]
-)
+@pytest.mark.parametrize(("row", "column"), [("pggg..", 2), ("pg....", 0), ("p.....", 0), ("......", 0), ("pggggg", 4)])
 def test_the_outcome_sits_one_column_before_the_last_valid_token_and_never_before_the_first(run, row, column):
     out = run(rows(row, rewards=[3.0]))
     assert out["tot_rewards"].tolist() == [[3.0 if t == column else 0.0 for t in range(6)]]

@@ -1,8 +1,8 @@
-"""semantics.md, "Refused": each entry is refused by its own error, in words that name it; what is legal beside it is not.
+"""semantics.md, "Refused": each entry by its own error, in words that name it; and what is legal beside it.
 
 | entry | proven elsewhere |
 |---|---|
-| unknown estimator, level, unit, KL kind; kwargs on default compute or process auto | tests/unit/test_spec.py, test_resolve.py |
+| unknown names, kwargs on default compute or process auto | tests/unit/test_spec.py, test_resolve.py |
 | group_size < 1, eps < 0, reward_clip negative or NaN, unset penalty parameters | tests/unit/test_spec.py |
 | alpha not > 0, q not in (0, 1], either a bool; lambda a bool | tests/unit/test_resolve.py, test_spec.py |
 | gvpo parameters of the call, unknown mode | test_stage_choice.py |
@@ -110,7 +110,9 @@ CASES = {
     "folding with turn_ids not integer": Case(
         "WrongDtype", ["turn_ids"], FOLD, {"token_rewards": torch.zeros(2, 4), "turn_ids": torch.zeros(2, 4)}
     ),
-    "gvpo chosen, folding": Case("ConflictingSettings", ["gvpo", "token_rewards_as_adv"], FOLD | stage("process_adv_shaping", "gvpo")),
+    "gvpo chosen, folding": Case(
+        "ConflictingSettings", ["gvpo", "token_rewards_as_adv"], FOLD | stage("process_adv_shaping", "gvpo")
+    ),
     "weighted chosen, folding": Case(
         "ConflictingSettings",
         ["process_weighted", "token_rewards_as_adv"],
@@ -170,7 +172,9 @@ CASES = {
     "group size zero": Case("BadMeta", ["group size"], {"reward_norm": GROUP}, meta=meta_of(0, 2)),
     "group size negative": Case("BadMeta", ["group size"], {"adv_norm": GROUP}, meta=meta_of(-1, 3)),
     "group size bool": Case("BadMeta", ["group size"], {"reward_norm": GROUP}, meta=meta_of(True, 1)),
-    "group sizes do not sum to B": Case("BadMeta", ["group sizes", "2 rows"], {"reward_norm": GROUP}, meta=meta_of(1, 2)),
+    "group sizes do not sum to B": Case(
+        "BadMeta", ["group sizes", "2 rows"], {"reward_norm": GROUP}, meta=meta_of(1, 2)
+    ),
     "group sizes, adv_norm": Case("BadMeta", ["group sizes"], {"adv_norm": GROUP}, meta=meta_of(1, 2)),
     "group sizes, std level": Case(
         "BadMeta", ["group sizes"], {"reward_norm": {"mean_level": None, "std_level": "group"}}, meta=meta_of(1)
@@ -206,7 +210,9 @@ CASES = {
     "is_truncated [1]": Case("WrongShape", ["is_truncated"], {}, {"is_truncated": torch.zeros(1).bool()}),
     "recompute without prox_logp": Case("MissingKey", ["prox_logp"], {"recompute_logprob": True}),
     # masks
-    "left padding": Case("BadMask", ["attention_mask", "rows [1]"], {}, {"attention_mask": [[1, 1, 1, 0], [0, 1, 1, 1]]}),
+    "left padding": Case(
+        "BadMask", ["attention_mask", "rows [1]"], {}, {"attention_mask": [[1, 1, 1, 0], [0, 1, 1, 1]]}
+    ),
     "a hole": Case("BadMask", ["attention_mask", "rows [0]"], {}, {"attention_mask": [[1, 0, 1, 0], [1, 1, 1, 1]]}),
     "a hole at a word's edge": Case(
         "BadMask", ["attention_mask"], {}, {"attention_mask": [[1, 1, 1, 1, 0, 1]]}, drawn=("pppppp",)
@@ -352,11 +358,12 @@ def test_is_accepted(run, name):
 
 
 def test_keys_that_are_none_read_as_absent(run):
-    optional = ("values", "ref_logp", "token_rewards", "turn_ids", "prox_logp", "is_truncated")
+    optional = ("values", "ref_logp", "token_rewards", "turn_ids", "prox_logp", "is_truncated", "mopd_teacher_logp_sum")
     batch = rows("pgg", "pg.", rewards=[1.0, 2.0], is_truncated=None)
-    out = run(batch | dict.fromkeys(optional))
+    out, want = run(batch | dict.fromkeys(optional)), run(batch)
     assert out["is_truncated"].tolist() == [True, False]
-    assert torch.equal(out["advantages"], run(batch)["advantages"])
+    assert torch.equal(out["advantages"], want["advantages"])
+    assert {key for key, x in out.items() if x is not None} == {*want}
 
 
 def test_the_next_valid_call_works_after_a_refusal(run):

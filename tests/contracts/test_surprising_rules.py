@@ -167,9 +167,7 @@ def test_7_std_without_a_mean_level_is_the_root_mean_square_around_zero(run):
 
 def test_7_group_std_with_batch_mean_is_around_the_batch_mean(run):
     # mean 3; groups (0, 2) and (4, 6) lie (-3, -1) and (1, 3) from it: biased std sqrt(5)
-    got = scores(
-        run, [0.0, 2.0, 4.0, 6.0], mean_level="batch", std_level="group", std_unbiased=False, group_size=2
-    )
+    got = scores(run, [0.0, 2.0, 4.0, 6.0], mean_level="batch", std_level="group", std_unbiased=False, group_size=2)
     assert near(got, [x / math.sqrt(5) for x in (-3, -1, 1, 3)])
 
 

@@ -129,7 +129,15 @@ def test_strict_shifts_and_leaves_the_last_column_zero(run):
         mopd_teacher_logp_sum=[0.0],
     )
     out = run(batch, under("strict", {"kl_ctl": 1.0}))
-    for name in ("loss_mask", "logprobs", "prox_logp", "ref_logp", "mopd_behavior_logprobs", "kl_rewards", "advantages"):
+    for name in (
+        "loss_mask",
+        "logprobs",
+        "prox_logp",
+        "ref_logp",
+        "mopd_behavior_logprobs",
+        "kl_rewards",
+        "advantages",
+    ):
         assert out[name][0, 2] == 0.0, name
 
 
@@ -197,7 +205,10 @@ def test_a_batch_level_has_no_rows_outside(run):
 
 
 def test_strict_makes_the_tail_a_group(run):
-    out = run(rows(*FIVE[:4], rewards=[0.0, 2.0, 4.0, 7.0]), under("strict", {"reward_norm": RAW | {"mean_level": "group", "group_size": 3}}))
+    out = run(
+        rows(*FIVE[:4], rewards=[0.0, 2.0, 4.0, 7.0]),
+        under("strict", {"reward_norm": RAW | {"mean_level": "group", "group_size": 3}}),
+    )
     assert out["tot_rewards"][:, 0].tolist() == [-2.0, 0.0, 2.0, 0.0]
 
 

@@ -2,7 +2,7 @@
 
 | sentence | proven elsewhere |
 |---|---|
-| whole or by stage, dotted paths, resolved once, kwargs checked at build | tests/unit/test_resolve.py, test_plugins_*.py |
+| whole or by stage, dotted paths, kwargs checked at build | tests/unit/test_resolve.py, test_plugins_*.py |
 | outcome, temporal and process functions, normalization_rewards | test_plugins_outcome.py, _estimator.py, _process.py |
 | AdvantageResult, extras, MOPD, prox_logp | test_plugins_compute.py |
 | required keys | test_refused.py |
@@ -187,7 +187,10 @@ def test_the_inputs_that_are_only_read_pass_through(run):
 
 def test_rewards_are_the_computed_channel_and_original_rewards_are_never_touched(run):
     original = torch.tensor([5.0])
-    out = run(rows("pg", rewards=[1.0], original_rewards=original), plugin("outcome_reward_shaping", "see_outcome", factor=2.0))
+    out = run(
+        rows("pg", rewards=[1.0], original_rewards=original),
+        plugin("outcome_reward_shaping", "see_outcome", factor=2.0),
+    )
     assert out["rewards"].tolist() == [2.0]
     assert out["original_rewards"] is original and original.tolist() == [5.0]
 
@@ -293,7 +296,10 @@ def test_inputs_need_not_be_contiguous(run):
 
 
 def test_expanded_inputs_are_read(run):
-    batch = rows("pg", "pg") | {"logprobs": torch.tensor([[-1.0, -2.0]]).expand(2, 2), "rewards": torch.ones(1).expand(2)}
+    batch = rows("pg", "pg") | {
+        "logprobs": torch.tensor([[-1.0, -2.0]]).expand(2, 2),
+        "rewards": torch.ones(1).expand(2),
+    }
     out = run(batch)
     assert out["logprobs"].tolist() == [[-2.0, 0.0]] * 2 and out["rewards"].is_contiguous()
 

@@ -31,11 +31,14 @@ def assert_same(got, expected) -> None:
         return
     assert got_out.keys() == expected_out.keys()
     assert got_warnings == expected_warnings
+    # adv_norm divides by tests.random_cases.EPS or more what float32 has rounded at this size.
+    size = max(1.0, expected_out["returns"].abs().max().item())
     for key, want in expected_out.items():
         if isinstance(want, torch.Tensor):
             have = got_out[key]
             assert have.dtype == want.dtype and have.shape == want.shape, key
-            near = (have.double() - want.double()).abs() <= TOLERANCE * (1 + want.double().abs())
+            slack = size if key == "advantages" else 1.0
+            near = (have.double() - want.double()).abs() <= TOLERANCE * slack * (1 + want.double().abs())
             assert near.all(), (key, have, want)
 
 

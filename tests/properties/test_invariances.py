@@ -93,21 +93,26 @@ def steady(case: Case, level: str = "batch") -> Case:
 def test_widening_the_padding_changes_nothing_but_the_wrap(backend: str, data: st.DataObject, extra: int) -> None:
     case = drawn(data, backend, needs=frozenset({"is_truncated"}))
     tokens = case.batch["loss_mask"].shape[1]
+    wraps_B = torch.zeros(len(case.batch["rewards"])).bool() if is_strict(case) else case.batch["loss_mask"][:, 0] != 0
+    # A wrapped last column takes the fold of the turn before it, so the row's advantages may move its peers' mean.
+    assume(not (wraps_B.any() and _folds(case) and case.config["actor"].get("adv_norm")))
     wide = {
         key: torch.nn.functional.pad(x, (0, extra), value=-1 if key == "turn_ids" else 0) if x.ndim == 2 else x
         for key, x in case.batch.items()
     }
     (got, got_warnings), (want, want_warnings) = run(case.with_batch(wide), backend), run(case, backend)
     assert got_warnings == want_warnings
-    wraps_B = torch.zeros(len(wide["rewards"])).bool() if is_strict(case) else case.batch["loss_mask"][:, 0] != 0
     for key, expected in computed(want, case).items():
         have = got[key]
         if expected.ndim == 1:
             same({key: have}, {key: expected})
-            continue
-        same({key: have[:, : tokens - 1]}, {key: expected[:, : tokens - 1]}, TOLERANCE)
-        same({key: have[~wraps_B, tokens - 1]}, {key: expected[~wraps_B, tokens - 1]}, TOLERANCE)
-        assert not have[~wraps_B, tokens:].any(), key
+        else:
+            same({key: have[~wraps_B, :tokens]}, {key: expected[~wraps_B]}, TOLERANCE)
+            assert not have[~wraps_B, tokens:].any(), key
+
+
+def _folds(case: Case) -> bool:
+    return "token_rewards" in case.batch and not case.config["actor"].get("token_rewards_as_adv", True)
 
 
 @each_backend
@@ -444,7 +449,9 @@ def test_integer_rewards_count_like_floats(backend: str, dtype: torch.dtype, dat
     case = drawn(data, backend)
     rewards_B = (case.batch["rewards"] * 4).abs().round()
     want = computed(run(case.with_batch(case.batch | {"rewards": rewards_B}), backend)[0], case)
-    got = run(case.with_batch(case.batch | {"rewards": rewards_B.to(dtype)}), backend)[0]
+    whole_B = rewards_B.to(dtype)
+    got = run(case.with_batch(case.batch | {"rewards": whole_B}), backend)[0]
+    assert got["rewards"].untyped_storage().data_ptr() != whole_B.untyped_storage().data_ptr()
     penalised = case.config["actor"].get("overlong_reward_penalty", False)
     assert got["rewards"].dtype == (torch.float32 if penalised else dtype)
     same({key: got[key].to(want[key].dtype) for key in want}, want)

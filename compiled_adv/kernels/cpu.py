@@ -1,0 +1,139 @@
+"""Gives the operators on a CPU: operator.cpp behind torch.library, one operator for each plain one.
+
+They take what the plain ones take, at any strides. Outputs are new tensors; inputs are never written to.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_adv.kernels import FAKES, LIBRARY, SCHEMAS, build
+from compiled_adv.memory import POOL
+
+F32, F64, I64 = torch.float32, torch.float64, torch.int64
+
+_P, _N, _X, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int
+SIGNATURES = {
+    "backward_recurrence": (_P, _N, _P, _N, _P, _N, _P, _P, _X, _P, _P, _N, _N, _N, _I),
+    "row_moments": (_P, _N, _P, _N, _P, _P, _P, _N, _N, _I),
+    "merge_moments": (_P, _P, _P, _P, _P, _P, _P, _N),
+    "turns": (_P, _N, _P, _N, _P, _N, _P, _N, _P, _P, _P, _P, _P, _N, _N, _I),
+}
+
+
+@cache
+def operators() -> dict[Any, Any]:
+    """The CPU's operator by the plain one that it stands for. Builds or loads the library."""
+    functions = _load()
+    made = {}
+    for name, fn in {
+        "backward_recurrence": _backward_recurrence,
+        "row_moments": _row_moments,
+        "merge_moments": _merge_moments,
+        "turn_totals": _turn_totals,
+        "turn_counts": _turn_counts,
+    }.items():
+        LIBRARY.define(f"{name}_cpu{SCHEMAS[name]}")
+        LIBRARY.impl(f"{name}_cpu", _bound(fn, functions), "CPU")
+        torch.library.register_fake(f"compiled_adv::{name}_cpu", FAKES[name], lib=LIBRARY)
+        made[getattr(torch.ops.compiled_adv, name)] = getattr(torch.ops.compiled_adv, f"{name}_cpu").default
+    return made
+
+
+def _load() -> ctypes.CDLL:
+    functions = ctypes.CDLL(str(build.library()))
+    for name, types in SIGNATURES.items():
+        fn = getattr(functions, name)
+        fn.argtypes, fn.restype = types, None
+    return functions
+
+
+def _bound(fn: Any, functions: ctypes.CDLL) -> Any:
+    return lambda *args: fn(functions, *args)
+
+
+def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor, copied only if its dtype or its inner stride is not ours. The caller keeps it alive."""
+    if x.dtype is not dtype:
+        x = x.to(dtype)
+    return x if x.shape[-1] < 2 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _at(x: Tensor | None) -> tuple[int | None, int]:
+    """Address and row stride."""
+    return (None, 0) if x is None else (x.data_ptr(), x.stride(0))
+
+
+def _backward_recurrence(functions, rewards, values, steps, bootstrap, discount, gae_lambda, end, with_next):
+    rows, columns = rewards.shape
+    running = POOL.empty((rows, columns), F32)
+    after = POOL.empty((rows, columns), F32) if with_next else torch.empty(0, dtype=F32)
+    if not running.numel():
+        return running, after
+    rewards, steps = _flat(rewards, F32), _flat(steps, F32)
+    values = None if values is None else _flat(values, F32)
+    bootstrap, gae_lambda = _flat(bootstrap, F32), _flat(gae_lambda, F64)
+    functions.backward_recurrence(
+        *_at(rewards),
+        *_at(values),
+        *_at(steps),
+        bootstrap.data_ptr(),
+        gae_lambda.data_ptr(),
+        discount,
+        running.data_ptr(),
+        after.data_ptr() if with_next else None,
+        rows,
+        columns,
+        columns if end is None else min(max(int(end), 0), columns),
+        torch.get_num_threads(),
+    )
+    return running, after
+
+
+def _row_moments(functions, x, mask):
+    rows, columns = x.shape
+    found = tuple(torch.empty(rows, dtype=F64) for _ in range(3))
+    x, mask = _flat(x, F32), _flat(mask, F32)
+    functions.row_moments(*_at(x), *_at(mask), *(f.data_ptr() for f in found), rows, columns, torch.get_num_threads())
+    return found
+
+
+def _merge_moments(functions, n, mean, m2, part):
+    units = (_flat(n, F64), _flat(mean, F64), _flat(m2, F64), _flat(part, I64))
+    merged = tuple(torch.empty(len(n), dtype=F64) for _ in range(3))
+    functions.merge_moments(*(x.data_ptr() for x in (*units, *merged)), len(n))
+    return merged
+
+
+def _turn_totals(functions, rewards, values, turn_ids, mask):
+    total, ends = (POOL.empty(mask.shape, F32) for _ in range(2))
+    value = POOL.empty((0,) if values is None else mask.shape, F32)
+    values = None if values is None else _flat(values, F32)
+    _turns(functions, _flat(rewards, F32), values, turn_ids, mask, total, None if values is None else value, ends)
+    return total, value, ends
+
+
+def _turn_counts(functions, turn_ids, mask):
+    return _turns(functions, None, None, turn_ids, mask, None, None, None)
+
+
+def _turns(functions, rewards, values, turn_ids, mask, *out):
+    rows, columns = mask.shape
+    counts, ordered = torch.empty(rows, dtype=I64), torch.empty(rows, dtype=torch.bool)
+    turn_ids, mask = _flat(turn_ids, I64), _flat(mask, F32)
+    functions.turns(
+        *_at(rewards),
+        *_at(values),
+        *_at(turn_ids),
+        *_at(mask),
+        *(None if x is None else x.data_ptr() for x in out),
+        counts.data_ptr(),
+        ordered.data_ptr(),
+        rows,
+        columns,
+        torch.get_num_threads(),
+    )
+    return counts, ordered

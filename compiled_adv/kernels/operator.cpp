@@ -1,0 +1,279 @@
+// Takes rows of float32 tokens; gives the recurrence, turns and moments of blocked.py, each in one pass per row.
+//
+// Plain C interface: pointers, row strides in elements, thread count. Inner stride is 1. A result never depends on the
+// number of threads, nor on inactive columns behind a row's last active one (padding), bit for bit: sums run in double
+// over eight lanes, a lane by column modulo 8. Vectors are the compiler's own (GNU vector extension), so no instruction
+// set is named here, and no branch depends on a single mask value.
+
+#include <algorithm>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+typedef float f4 __attribute__((vector_size(16)));
+typedef int32_t i4 __attribute__((vector_size(16)));
+typedef double d4 __attribute__((vector_size(32)));
+typedef float f8 __attribute__((vector_size(32)));
+typedef int32_t i8 __attribute__((vector_size(32)));
+typedef double d8 __attribute__((vector_size(64)));
+typedef int64_t l8 __attribute__((vector_size(64)));
+// the same, at any address
+typedef float f4u __attribute__((vector_size(16), aligned(4)));
+typedef float f8u __attribute__((vector_size(32), aligned(4)));
+typedef int64_t l8u __attribute__((vector_size(64), aligned(8)));
+
+namespace {
+
+// Work below this many entries a thread costs less than starting the thread.
+constexpr int64_t ENTRIES_PER_THREAD = 1 << 18;
+
+// body(first, last) over [0, rows), in contiguous shares of whole `step`s of rows.
+template <class Body> void over_rows(int64_t rows, int64_t columns, int64_t step, int threads, const Body& body) {
+    const int64_t steps = (rows + step - 1) / step;
+    int64_t shares = std::min<int64_t>(threads, rows * columns / ENTRIES_PER_THREAD);
+    shares = std::max<int64_t>(1, std::min(shares, steps));
+    auto start = [&](int64_t share) { return std::min(rows, steps * share / shares * step); };
+    std::vector<std::thread> others;
+    for (int64_t share = 1; share < shares; ++share)
+        others.emplace_back([&, share] { body(start(share), start(share + 1)); });
+    body(0, start(1));
+    for (std::thread& other : others) other.join();
+}
+
+inline void transpose(f4& a, f4& b, f4& c, f4& d) {
+    const f4 ab = __builtin_shuffle(a, b, i4{0, 4, 1, 5}), ba = __builtin_shuffle(a, b, i4{2, 6, 3, 7});
+    const f4 cd = __builtin_shuffle(c, d, i4{0, 4, 1, 5}), dc = __builtin_shuffle(c, d, i4{2, 6, 3, 7});
+    a = __builtin_shuffle(ab, cd, i4{0, 1, 4, 5}), b = __builtin_shuffle(ab, cd, i4{2, 3, 6, 7});
+    c = __builtin_shuffle(ba, dc, i4{0, 1, 4, 5}), d = __builtin_shuffle(ba, dc, i4{2, 3, 6, 7});
+}
+
+// The largest of eight.
+inline int32_t largest(i8 x) {
+    i8 y = __builtin_shuffle(x, i8{4, 5, 6, 7, 0, 1, 2, 3});
+    x = x > y ? x : y, y = __builtin_shuffle(x, i8{2, 3, 0, 1, 6, 7, 4, 5});
+    x = x > y ? x : y, y = __builtin_shuffle(x, i8{1, 0, 3, 2, 5, 4, 7, 6});
+    x = x > y ? x : y;
+    return x[0];
+}
+
+inline double total(d8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+
+// Four rows side by side, right to left: a step's delta in float, the running sum in double. A row beyond the last is
+// the last one again, written twice with the same numbers.
+template <bool CRITIC, bool NEXT> struct Recurrence {
+    const float *rewards[4], *values[4], *steps[4];
+    float *running[4], *next[4];
+    f4 discount, after;
+    d4 factor, run = {};
+
+    inline f4 column(f4 reward, f4 value, f4 step) {
+        const f4 delta = CRITIC ? reward + discount * after - value : reward + discount * after;
+        const i4 on = step != 0.0f;
+        after = on ? value : after;
+        run = __builtin_convertvector(step, d4) != 0.0 ? __builtin_convertvector(delta, d4) + factor * run : run;
+        return __builtin_convertvector(run, f4);
+    }
+
+    inline void load(const float* const* rows, int64_t t, f4* columns) const {
+        for (int k = 0; k < 4; ++k) columns[k] = *(const f4u*)(rows[k] + t);
+        transpose(columns[0], columns[1], columns[2], columns[3]);
+    }
+
+    inline void store(float* const* rows, int64_t t, f4* columns) const {
+        transpose(columns[0], columns[1], columns[2], columns[3]);
+        for (int k = 0; k < 4; ++k) *(f4u*)(rows[k] + t) = columns[k];
+    }
+
+    void walk(int64_t columns) {
+        int64_t t = columns;
+        for (; t % 4; --t) {
+            f4 reward, value = {}, step;
+            for (int k = 0; k < 4; ++k) {
+                reward[k] = rewards[k][t - 1], step[k] = steps[k][t - 1];
+                if (CRITIC) value[k] = values[k][t - 1];
+            }
+            const f4 out = column(reward, value, step);
+            for (int k = 0; k < 4; ++k) {
+                running[k][t - 1] = out[k];
+                if (NEXT) next[k][t - 1] = after[k];
+            }
+        }
+        for (t -= 4; t >= 0; t -= 4) {
+            f4 reward[4], value[4] = {}, step[4], out[4], held[4];
+            load(rewards, t, reward), load(steps, t, step);
+            if (CRITIC) load(values, t, value);
+            for (int c = 3; c >= 0; --c) out[c] = column(reward[c], value[c], step[c]), held[c] = after;
+            store(running, t, out);
+            if (NEXT) store(next, t, held);
+        }
+    }
+};
+
+struct Moments {
+    double n = 0, mean = 0, m2 = 0;
+
+    // Chan, Golub, LeVeque 1983. Equal means leave mean and m2 untouched, exactly.
+    void add(double n2, double mean2, double m22) {
+        if (n2 <= 0) return;
+        const double both = n + n2, away = mean2 - mean;
+        mean += away * (n2 / both);
+        m2 += m22 + away * away * (n * n2 / both);
+        n = both;
+    }
+};
+
+// One pass around the row's first active entry: exact zeros where all are equal.
+Moments moments(const float* x, const float* mask, int64_t columns) {
+    int64_t first = 0;
+    while (first + 8 <= columns && !largest(*(const f8u*)(mask + first) != 0.0f ? i8{} + 1 : i8{})) first += 8;
+    while (first < columns && mask[first] == 0.0f) ++first;
+    if (first == columns) return {};
+    const double pivot = x[first];
+    d8 sum = {}, squares = {};
+    l8 count = {};
+    auto eight = [&](f8 values, f8 active) {
+        const l8 on = __builtin_convertvector(active, d8) != 0.0;
+        const d8 away = on ? __builtin_convertvector(values, d8) - pivot : d8{};
+        sum += away, squares += away * away, count -= on;
+    };
+    int64_t t = first / 8 * 8;
+    for (; t + 8 <= columns; t += 8) eight(*(const f8u*)(x + t), *(const f8u*)(mask + t));
+    if (t < columns) {
+        f8 values = {}, active = {};
+        for (int64_t i = 0; t + i < columns; ++i) values[i] = x[t + i], active[i] = mask[t + i];
+        eight(values, active);
+    }
+    int64_t n = 0;
+    for (int lane = 0; lane < 8; ++lane) n += count[lane];
+    const double s = total(sum), away = s / n;
+    return {double(n), pivot + away, std::max(0.0, total(squares) - s * away)};
+}
+
+// One row's turns, left to right. A turn is a run of equal ids among active columns.
+struct Turns {
+    const float *rewards, *values, *mask;
+    const int64_t* ids;
+    float *reward_out, *value_out, *ends;
+    int64_t count = 0, id = 0, last = 0;
+    bool ordered = true;
+    float value = 0;
+    d8 sum = {};
+    static constexpr l8 PLACE = {1, 2, 3, 4, 5, 6, 7, 8};
+
+    void close() {
+        if (!count) return;
+        if (reward_out) reward_out[last] = float(total(sum));
+        if (value_out) value_out[last] = value;
+        if (ends) ends[last] = 1.0f;
+        sum = d8{};
+    }
+
+    void one(int64_t t) {
+        if (mask[t] == 0.0f) return;
+        if (!count || ids[t] != id) {
+            close();
+            ordered &= !count || ids[t] > id;
+            ++count, id = ids[t];
+            if (values) value = values[t];
+        }
+        if (rewards) sum[t % 8] += rewards[t];
+        last = t;
+    }
+
+    // Eight columns at once where none starts a turn.
+    void walk(int64_t columns) {
+        int64_t t = 0;
+        for (; t + 8 <= columns; t += 8) {
+            const l8 on = __builtin_convertvector(*(const f8u*)(mask + t), d8) != 0.0;
+            const l8 other = count ? on & (*(const l8u*)(ids + t) != id) : on;
+            // place of the last active column, from 1, and 8 more where a turn starts
+            const int32_t seen = largest(__builtin_convertvector((on & PLACE) + (other & 8), i8));
+            if (seen > 8) {
+                for (int64_t i = t; i < t + 8; ++i) one(i);
+            } else if (seen) {
+                if (rewards) sum += on ? __builtin_convertvector(*(const f8u*)(rewards + t), d8) : d8{};
+                last = t + seen - 1;
+            }
+        }
+        for (; t < columns; ++t) one(t);
+        close();
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// values, next_out: null without. Only the first `used` columns may step; behind them the states are still the start's.
+void backward_recurrence(const float* rewards, int64_t rewards_row, const float* values, int64_t values_row,
+                         const float* steps, int64_t steps_row, const float* bootstrap, const double* gae_lambda,
+                         double discount, float* running_out, float* next_out, int64_t rows, int64_t columns,
+                         int64_t used, int threads) {
+    auto four = [&](auto recurrence, int64_t first) {
+        for (int k = 0; k < 4; ++k) {
+            const int64_t row = std::min(first + k, rows - 1);
+            recurrence.rewards[k] = rewards + row * rewards_row;
+            recurrence.values[k] = values ? values + row * values_row : nullptr;
+            recurrence.steps[k] = steps + row * steps_row;
+            recurrence.running[k] = running_out + row * columns;
+            recurrence.next[k] = next_out ? next_out + row * columns : nullptr;
+            recurrence.after[k] = bootstrap[row];
+            recurrence.factor[k] = discount * gae_lambda[row];
+            std::fill(recurrence.running[k] + used, recurrence.running[k] + columns, 0.0f);
+            if (next_out) std::fill(recurrence.next[k] + used, recurrence.next[k] + columns, bootstrap[row]);
+        }
+        recurrence.discount = f4{} + float(discount);
+        recurrence.walk(used);
+    };
+    over_rows(rows, columns, 4, threads, [&](int64_t first, int64_t last) {
+        for (; first < last; first += 4) {
+            if (values && next_out) four(Recurrence<true, true>{}, first);
+            else if (values) four(Recurrence<true, false>{}, first);
+            else if (next_out) four(Recurrence<false, true>{}, first);
+            else four(Recurrence<false, false>{}, first);
+        }
+    });
+}
+
+void row_moments(const float* x, int64_t x_row, const float* mask, int64_t mask_row, double* n, double* mean,
+                    double* m2, int64_t rows, int64_t columns, int threads) {
+    over_rows(rows, columns, 1, threads, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; ++row) {
+            const Moments found = moments(x + row * x_row, mask + row * mask_row, columns);
+            n[row] = found.n, mean[row] = found.mean, m2[row] = found.m2;
+        }
+    });
+}
+
+// Units in order; part -1 (or any other outside [0, units)) is left out. Outputs start at zero.
+void merge_moments(const double* n, const double* mean, const double* m2, const int64_t* part, double* n_out,
+                   double* mean_out, double* m2_out, int64_t units) {
+    for (int64_t unit = 0; unit < units; ++unit) n_out[unit] = mean_out[unit] = m2_out[unit] = 0;
+    for (int64_t unit = 0; unit < units; ++unit) {
+        const int64_t to = part[unit];
+        if (to < 0 || to >= units) continue;
+        Moments sum{n_out[to], mean_out[to], m2_out[to]};
+        sum.add(n[unit], mean[unit], m2[unit]);
+        n_out[to] = sum.n, mean_out[to] = sum.mean, m2_out[to] = sum.m2;
+    }
+}
+
+// rewards, values and the three [B,T] outputs: null without; counts and ordered: always.
+void turns(const float* rewards, int64_t rewards_row, const float* values, int64_t values_row, const int64_t* ids,
+           int64_t ids_row, const float* mask, int64_t mask_row, float* rewards_out, float* values_out, float* ends_out,
+           int64_t* counts, bool* ordered, int64_t rows, int64_t columns, int threads) {
+    over_rows(rows, columns, 1, threads, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; ++row) {
+            auto out = [&](float* all) {
+                if (all) std::fill_n(all + row * columns, columns, 0.0f);
+                return all ? all + row * columns : nullptr;
+            };
+            Turns turns{rewards ? rewards + row * rewards_row : nullptr, values ? values + row * values_row : nullptr,
+                        mask + row * mask_row, ids + row * ids_row, out(rewards_out), out(values_out), out(ends_out)};
+            turns.walk(columns);
+            counts[row] = turns.count, ordered[row] = turns.ordered;
+        }
+    });
+}
+
+}  // extern "C"
