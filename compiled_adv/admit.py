@@ -134,9 +134,8 @@ def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> 
     grouped = by_group(spec.adv_norm) or by_group(spec.reward_norm)
     check_meta(meta, rows, sizes_matter=grouped)
     channels |= _membership(meta, rows, tokens, batch.get("is_truncated") is not None, mask.device)
-    channels["gvpo"] = _small(call.gvpo, torch.float32, mask.device)
-    config = spec.config
-    return Admitted(batch, meta, call, config, rows, tokens, mask.device, channels)
+    channels["gvpo"] = _numbers(call.gvpo, mask.device)
+    return Admitted(batch, meta, call, spec.config, rows, tokens, mask.device, channels)
 
 
 def _check_needed(batch: Mapping[str, Any], spec: Spec) -> None:
@@ -201,9 +200,16 @@ def _channel(key: str, x: Tensor) -> Tensor:
         raise WrongDtype(f"'{key}' must hold {wanted}", at=f"batch['{key}']", found=x.dtype)
     if not x.is_floating_point() and key in ("logprobs", "prox_logp", "ref_logp", "values"):
         raise WrongDtype(f"'{key}' must be floating point", at=f"batch['{key}']", found=x.dtype)
+    if key == "loss_mask" and x.dtype in (torch.int32, torch.int64):
+        return x.detach()  # as fast as float32, and a copy less
     if key in MASKS:
         x = _mask(key, x)
     return x.detach().to(INPUTS[key].dtype)
+
+
+def mask_as(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask in another dtype: what is not zero stays so."""
+    return mask if mask.dtype == dtype else (mask != 0).to(dtype)
 
 
 def _mask(key: str, x: Tensor) -> Tensor:
@@ -213,7 +219,7 @@ def _mask(key: str, x: Tensor) -> Tensor:
     x = x.detach()
     if not x.is_floating_point():
         return x
-    if not torch.isfinite(x).all():
+    if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():  # a sum is cheap, and not finite if x is not
         rows = (~torch.isfinite(x)).reshape(len(x), -1).any(1).nonzero().flatten().tolist()
         raise BadMask(f"'{key}' holds a non-finite number", at=f"batch['{key}']", found=f"rows {rows[:8]}")
     return x if x.dtype == torch.float32 else x != 0
@@ -276,8 +282,13 @@ def _index(
         "member_of_row": _small(member_of_row, torch.int64, device),
         "first_row": _small(first_row + [0] * fill, torch.int64, device),
         "references": _small(references + [math.nan] * fill, torch.float32, device),
-        "facts": _small(facts, torch.int64, device),
+        "facts": _small(facts, torch.int32, device),
     }
+
+
+@lru_cache(maxsize=256)
+def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return _small(values, torch.float32, device)
 
 
 def _small(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

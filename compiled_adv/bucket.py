@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compiled_adv.channel import INPUTS, base
 from compiled_adv.errors import NoBucket
+from compiled_adv.memory import POOL
 
 LEAST_TOKENS = 128
 
@@ -93,7 +94,9 @@ def pad_channel(version: str, x: Tensor, bucket: Bucket) -> Tensor:
     if dims == "S" or tuple(x.shape) == bucket.shape(dims):
         return x.contiguous()
     fill = known.pad if known else 0
-    padded = torch.empty(bucket.shape(dims), dtype=x.dtype, device=x.device)
+    shape = bucket.shape(dims)
+    cpu = x.device.type == "cpu"
+    padded = POOL.empty(shape, x.dtype) if cpu else torch.empty(shape, dtype=x.dtype, device=x.device)
     padded[len(x) :] = fill
     padded[: len(x)][tuple(slice(size) for size in x.shape)] = x
     if x.ndim > 1:

@@ -47,7 +47,7 @@ INPUTS: dict[str, Channel] = {
         Channel("first_row", "U", _I, "first row of each unit"),
         Channel("references", "U", _F, "raw reference reward of each unit, NaN where none is given", pad=float("nan")),
         Channel("group_of_row", "B", _I, "prompt of each row by metadata, -1 without", pad=-1),
-        Channel("facts", "S", _I, "caller's shape and what it gave: " + ", ".join(FACTS), size=len(FACTS)),
+        Channel("facts", "S", torch.int32, "caller's shape and what it gave: " + ", ".join(FACTS), size=len(FACTS)),
         Channel("gvpo", "S", _F, "per-call values: " + ", ".join(GVPO), size=len(GVPO)),
     )
 }

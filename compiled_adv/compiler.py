@@ -6,7 +6,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv import reference
-from compiled_adv.admit import Admitted, admit, admit_call, legal_modes, read_keys
+from compiled_adv.admit import Admitted, admit, admit_call, legal_modes, mask_as, read_keys
 from compiled_adv.advantage import AdvantageInputs
 from compiled_adv.batch import concat_batch, split_batch
 from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, boundaries, rungs
@@ -50,6 +50,7 @@ class Compute:
         self._programs: dict[Kind, Program] = {}
         self._unverified: dict[Kind, int] = {}
         self._frozen = False
+        self._mask_dtype: torch.dtype | None = None  # of the first batch; others are cast to it
 
     def __call__(self, batch: Mapping[str, Any], meta: Any = None, **per_call: Any) -> dict[str, Any]:
         """One padded batch -> a new dict: the batch's own entries, and every computed channel as a new tensor.
@@ -89,6 +90,8 @@ class Compute:
         mopd = MOPD in optional
         kinds = {self._kind(BARE | {*carried}, mode, mopd) for mode in legal_modes(self.spec, self._resolved)}
         jobs = [(kind, bucket) for bucket in self._ladder.buckets() for kind in sorted(kinds, key=str)]
+        mask = (example or {}).get("loss_mask")
+        self._mask_dtype = self._mask_dtype or _program_mask(mask if isinstance(mask, Tensor) else None)
         with _plain_torch(example):
             for kind, bucket in progress(jobs):
                 self._executable(kind, bucket, device)
@@ -119,7 +122,9 @@ class Compute:
         return self._eager[kind].run(admitted)
 
     def _run_compiled(self, kind: "Kind", admitted: Admitted) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        bucket = self._ladder.fit(admitted.rows, admitted.tokens)
+        bucket, mask = self._ladder.fit(admitted.rows, admitted.tokens), admitted.channels["loss_mask"]
+        self._mask_dtype = self._mask_dtype or mask.dtype
+        admitted.channels["loss_mask"] = mask_as(mask, self._mask_dtype)
         executable = self._executable(kind, bucket, admitted.device)
         if executable is None:
             self.cache.fell_back()
@@ -147,7 +152,7 @@ class Compute:
                 self._programs[kind] = lower(self._rewritten(kind)[0])
             program = self._programs[kind]
             try:
-                example = example_channels(program.inputs, bucket, device)
+                example = example_channels(program.inputs, bucket, device, self._mask_dtype or torch.int64)
                 return CompiledExecutable(program, bucket, example, settings.cache_dir)
             except CompileFailed as error:
                 if settings.on_compile_error == "raise":
@@ -249,8 +254,19 @@ def _plain_torch(batch: Any) -> Iterator[None]:
     """No autograd, no inference tensors, and no autocast, which would round matrix products."""
     mask = batch.get("loss_mask") if isinstance(batch, Mapping) else None
     device = mask.device.type if isinstance(mask, Tensor) and mask.device.type == "cuda" else "cpu"
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
-        yield
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+                yield
+        else:
+            yield
+
+
+def _program_mask(mask: Tensor | None) -> torch.dtype:
+    """The dtype in which Programs will read loss masks like this one."""
+    if mask is None:
+        return torch.int64
+    return mask.dtype if mask.dtype in (torch.int32, torch.int64) else torch.float32
 
 
 def _packed(admitted: Admitted, computed: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from compiled_adv.bucket import Bucket, crop, pad_channel
 from compiled_adv.channel import FACTS, INPUTS, base
 from compiled_adv.errors import CompileFailed
 from compiled_adv.inductor import Compiled, compile_graph, graph_error
+from compiled_adv.memory import POOL
 from compiled_adv.pipeline import Node, flag_name
 from compiled_adv.program import Program, Segment, StageModule
 from compiled_adv.stage import Stage
@@ -64,10 +65,11 @@ class CompiledExecutable:
         env, flags = _run(self.program, self._steps, admitted, self.bucket)
         if "invalid" in flags:
             return {}, flags
-        outputs = {}
-        for name, version in self.program.outputs:
-            part = crop(env[version], admitted.rows, admitted.tokens, self.bucket)
-            outputs[name] = part if part.shape == env[version].shape else part.clone()
+        outputs = {name: env[version] for name, version in self.program.outputs}
+        if (self.bucket.rows, self.bucket.tokens) != (admitted.rows, admitted.tokens):
+            outputs = {
+                name: copy(crop(x, admitted.rows, admitted.tokens, self.bucket)) for name, x in outputs.items()
+            }
         return outputs, flags
 
 
@@ -75,10 +77,10 @@ def _run(
     program: Program, steps: Sequence[Step | None], admitted: Admitted, bucket: Bucket | None
 ) -> tuple[dict[str, Tensor], Flags]:
     """Every segment in turn; what no later one needs is dropped at once."""
-    env = admitted.channels
+    env = dict(admitted.channels)
     if bucket is not None:
-        env = {name: pad_channel(name, x, bucket) for name, x in env.items()}
-    env = dict(env)
+        fits = (bucket.rows, bucket.tokens) == (admitted.rows, admitted.tokens)
+        env = {name: x.contiguous() if fits else pad_channel(name, x, bucket) for name, x in env.items()}
     flags: Flags = {}
     last_use = {v: i for i, segment in enumerate(program.segments) for v in segment.inputs}
     kept = {version for _, version in program.outputs}
@@ -175,12 +177,20 @@ def _raised(segment: Segment, raised: Tensor | None, rows: int) -> Flags:
     return found
 
 
-def example_channels(names: Sequence[str], bucket: Bucket, device: torch.device) -> dict[str, Tensor]:
+def copy(x: Tensor) -> Tensor:
+    """The same numbers in memory of their own."""
+    return POOL.empty(x.shape, x.dtype).copy_(x) if x.device.type == "cpu" else x.clone()
+
+
+def example_channels(
+    names: Sequence[str], bucket: Bucket, device: torch.device, mask_dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Input channels of a bucket's shape that hold empty rows alone, to compile with."""
     blank = {}
     for name in names:
         known = INPUTS[name]
         shape = bucket.shape(known.dims) if known.dims != "S" else (known.size,)
-        blank[name] = torch.full(shape, known.pad, dtype=known.dtype, device=device)
+        dtype = mask_dtype if name == "loss_mask" else known.dtype
+        blank[name] = torch.full(shape, known.pad, dtype=dtype, device=device)
     blank["facts"][FACTS.index("tokens")] = bucket.tokens  # columns are counted from here: 0 would point outside
     return blank

@@ -22,7 +22,8 @@ from compiled_adv.memory import POOL
 Compiled = Callable[..., tuple[Tensor, ...]]
 
 # A value that is read twice is computed once: a shifted load costs more than a store and a load.
-SETTINGS = {"realize_reads_threshold": 1}
+# Shapes are checked once, before the call.
+SETTINGS = {"realize_reads_threshold": 1, "size_asserts": False, "alignment_asserts": False, "scalar_asserts": False}
 
 # Dynamo and Inductor compile one graph at a time.
 LOCK = threading.RLock()
@@ -74,19 +75,16 @@ def _keep_row_values(graph: fx.GraphModule) -> int:
     """
     output = next(node for node in graph.graph.nodes if node.op == "output")
     own = output.args[0]
-    rows = [
-        node
-        for node in graph.graph.nodes
-        if node.op == "call_function" and _dims(node) == 1 and any(_dims(user) == 2 for user in node.users)
-    ]
-    output.args = ((*own, *(node for node in rows if node not in own)),)
+    rows = []
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op.startswith("call") and isinstance(value, Tensor) and value.ndim == 1 and node not in own:
+            columns = [user.meta.get("example_value") for user in node.users]
+            if any(isinstance(x, Tensor) and tuple(x.shape) == (len(value), 1) for x in columns):
+                rows.append(node)
+    output.args = ((*own, *rows),)
     graph.recompile()
     return len(own)
-
-
-def _dims(node: fx.Node) -> int:
-    value = node.meta.get("example_value")
-    return value.ndim if isinstance(value, Tensor) else -1
 
 
 def _lend_outputs(module: Any) -> None:

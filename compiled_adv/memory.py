@@ -8,9 +8,11 @@ import ctypes
 import math
 import mmap
 import threading
-import weakref
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +23,21 @@ LINE = 64
 PAGE = 4096
 
 
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Memory, and where in it tensors start."""
+
+    memory: mmap.mmap
+    offset: int
+
+
 class Pool:
     """Blocks by size. A block is lent as the storage of one tensor at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: OrderedDict[int, deque[mmap.mmap]] = OrderedDict()
+        self._count = 0
+        self._free: OrderedDict[int, deque[Block]] = OrderedDict()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised contiguous tensor. Small ones come from torch."""
@@ -38,14 +49,20 @@ class Pool:
         try:
             block = free.pop()  # the newest: most likely still in a cache
         except IndexError:
-            block = mmap.mmap(-1, size + PAGE)
-        # each size's blocks start at the same place of a page; different channels of a call should not
-        offset = LINE * 17 * (id(block) // LINE % 3)
-        lent = _Lent.of(size).from_buffer(block, offset)
-        weakref.finalize(lent, free.append, block).atexit = False
+            block = self._made(size)
+        lent = _lent_type(size).from_buffer(block.memory, block.offset)
+        lent.give_back = lambda: free.append(block)
         return torch.frombuffer(lent, dtype=dtype, count=count).view(tuple(shape))
 
-    def _blocks(self, size: int) -> "deque[mmap.mmap]":
+    def _made(self, size: int) -> "Block":
+        """A new block. Blocks start at different places of a page: at 4 KiB apart, stores hold up loads."""
+        memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with a fork
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._count += 1
+        return Block(memory, self._count * 9 * LINE % PAGE)
+
+    def _blocks(self, size: int) -> "deque[Block]":
         """The free list of a size. The sizes asked for longest ago lose theirs."""
         with self._lock:
             free = self._free.setdefault(size, deque())
@@ -64,16 +81,17 @@ class Pool:
             blocks.clear()
 
 
-class _Lent:
-    """Array types of a size whose instances can be watched: ctypes' own take no weak references."""
+@cache
+def _lent_type(size: int) -> Any:
+    """Array types of a size whose instances give their block back when the last tensor over them is gone."""
 
-    _types: dict[int, type] = {}
+    class Lent(ctypes.c_char * size):  # type: ignore[misc]
+        give_back: Callable[[], None]
 
-    @classmethod
-    def of(cls, size: int) -> type[ctypes.Array[ctypes.c_char]]:
-        if size not in cls._types:
-            cls._types[size] = type("Lent", (ctypes.c_char * size,), {})
-        return cls._types[size]
+        def __del__(self) -> None:
+            self.give_back()
+
+    return Lent
 
 
 POOL = Pool()

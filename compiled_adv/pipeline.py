@@ -18,8 +18,9 @@ from compiled_adv.resolve import Plugin, Resolved
 from compiled_adv.spec import Norm, Spec
 from compiled_adv.stage import Stage
 from compiled_adv.stages.adv_norm import AdvantageMoments, AdvantageScale, AdvNorm, SingleRollouts
-from compiled_adv.stages.alignment import Alignment, GeneratedTokens, Lengths, Truncation
+from compiled_adv.stages.alignment import Alignment, CountGenerated, Lengths, Truncation
 from compiled_adv.stages.checks import (
+    FiniteFirstToken,
     FiniteLogprobs,
     FiniteProxLogp,
     FiniteRefLogp,
@@ -47,7 +48,7 @@ from compiled_adv.stages.length_penalty import LengthPenalty, RawRewards
 from compiled_adv.stages.logprobs import BehaviorLogprobs, CopyLogprobs, ProximalLogprobs, ReferenceLogprobs
 from compiled_adv.stages.plugin import EstimatorPlugin, LambdaPlugin, OutcomePlugin, ProcessPlugin
 from compiled_adv.stages.process_adv_shaping import GVPO, Additive, ProcessWeighted
-from compiled_adv.stages.process_rewards import DirectRewards, FoldedRewards, ProcessRewards
+from compiled_adv.stages.process_rewards import DirectRewards, FoldedRewards
 from compiled_adv.stages.reward_norm import RewardNorm, RowGroups, SameRawRewards, Score, SingleUnits, Units
 from compiled_adv.stages.statistics import BatchMoments, GroupCentred, GroupMoments
 from compiled_adv.stages.strict import STRICT
@@ -160,8 +161,10 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
     outputs: dict[str, str] = {}
 
     add(Lengths())
-    add(GeneratedTokens())
+    own_mask = newest["loss_mask"]
     add(InsideAttention())
+    add(FiniteFirstToken())
+    add(CountGenerated())
     add(Alignment())
     add(Truncation())
     outputs |= {"loss_mask": newest["loss_mask"], "is_truncated": newest["is_truncated"]}
@@ -211,12 +214,11 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
     add(PlaceOutcome(spec.mask_no_eos_with_zero))
     if wiring.has("token_rewards"):
         add(FiniteTokenRewards())
-        add(ProcessRewards(spec.mask_no_eos_with_zero))
         if spec.token_rewards_as_adv:
-            add(DirectRewards())
+            add(DirectRewards(spec.mask_no_eos_with_zero))
         else:
-            add(UniformTurns())
-            add(FoldedRewards())
+            add(UniformTurns(spec.mask_no_eos_with_zero), loss_mask=own_mask)
+            add(FoldedRewards(spec.mask_no_eos_with_zero))
     if wiring.has("values"):
         add(FiniteValues())
         add(BootstrapValues())

@@ -71,16 +71,15 @@ class Rewrite:
         """The Pipeline so changed, without stages that nothing needs any longer."""
         gone = {node.name for node in self.remove}
         first = min((i for i, node in enumerate(pipeline.nodes) if node.name in gone), default=0)
-        nodes = [node for node in pipeline.nodes if node.name not in gone]
-        nodes[first:first] = self.add
         stands_for = dict(self.rename)
 
         def now(version: str | None) -> str | None:
             return stands_for.get(version, version) if version is not None else None
 
-        renamed = [replace(node, reads=tuple(now(v) for v in node.reads)) for node in nodes]
+        kept = [replace(n, reads=tuple(now(v) for v in n.reads)) for n in pipeline.nodes if n.name not in gone]
+        kept[first:first] = self.add
         outputs = tuple((name, stands_for.get(version, version) or version) for name, version in pipeline.outputs)
-        return without_idle(replace(pipeline, nodes=tuple(renamed), outputs=outputs).in_order())
+        return without_idle(replace(pipeline, nodes=tuple(kept), outputs=outputs).in_order())
 
 
 Rule = Callable[..., "Rewrite | str | None"]

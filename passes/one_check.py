@@ -8,6 +8,7 @@ names it. Before a user's function every check runs first, so there is one lot.
 
 import networkx as nx
 
+from compiled_adv.channel import base
 from compiled_adv.pipeline import Node, Pipeline
 from compiled_adv.rewrite import INVALID, P, Pass, Rewrite
 from compiled_adv.stages.checks import Check, OneCheck
@@ -28,8 +29,16 @@ def gather(pipeline: Pipeline, first: Node) -> Rewrite | None:
         return None
     reads = tuple(dict.fromkeys(v for node, _ in lot for v in node.reads if v is not None))
     at = tuple((check, tuple(-1 if v is None else reads.index(v) for v in node.reads)) for node, check in lot)
-    flag = f"{INVALID}.late" if first.name in late else INVALID
-    return Rewrite(tuple(n for n, _ in lot), (Node(f"OneCheck.{first.name}", OneCheck(at), reads, (), (flag,)),))
+    nodes, name = tuple(node for node, _ in lot), f"OneCheck.{first.name}"
+    if first.name in late:
+        return Rewrite(nodes, (Node(name, OneCheck(at, False), reads, (), (f"{INVALID}.late",)),))
+    held = next((v for node in pipeline.nodes for v in node.reads if v and base(v) == "gae_lambda"), None)
+    if held is None or any(node.stage.opaque for node in pipeline.nodes):
+        return Rewrite(nodes, (Node(name, OneCheck(at, False), reads, (), (INVALID,)),))
+    checked = f"{held}.checked"
+    return Rewrite(
+        nodes, (Node(name, OneCheck(at, True), (*reads, held), (checked,), (INVALID,)),), ((held, checked),)
+    )
 
 
 def _late(pipeline: Pipeline) -> set[str]:

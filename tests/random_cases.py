@@ -79,7 +79,7 @@ def norms(draw: st.DrawFn, levels: Sequence[str | None], eps: float) -> dict[str
 
 
 @st.composite
-def configs(draw: st.DrawFn, *, rules: str | None, levels: Sequence[str | None]) -> dict[str, Any]:
+def configs(draw: st.DrawFn, levels: Sequence[str | None]) -> dict[str, Any]:
     """A legal actor block with an `advantage` block."""
     flag = st.booleans()
     gae_lambda, kwargs = draw(st.sampled_from(LAMBDAS))
@@ -103,7 +103,7 @@ def configs(draw: st.DrawFn, *, rules: str | None, levels: Sequence[str | None])
         "overlong_tokens": 3,
         "overlong_penalty_factor": 0.5,
         "max_new_tokens": 4,
-        "advantage": {"rules": rules or draw(st.sampled_from(["default", "strict"]))},
+        "advantage": {"rules": draw(st.sampled_from(["default", "strict"]))},
     }
     return {"actor": actor}
 
@@ -120,24 +120,21 @@ def cases(
     draw: st.DrawFn,
     *,
     fixed: Sequence[Template] | None = None,
-    rules: str | None = None,
-    max_tokens: int = 12,
-    wrap: bool | None = None,
     levels: Sequence[str | None] = LEVELS,
     metas: Sequence[str] = METAS,
     needs: frozenset[str] = frozenset(),
 ) -> Case:
     """A legal call.
 
-    `fixed`: draw from these configurations only. `wrap`: whether a first token may be generated (default: where that
-    is legal). `levels`: levels of statistics. `metas`: kinds of metadata. `needs`: optional keys that must be there.
+    `fixed`: draw from these configurations only. `levels`: levels of statistics. `metas`: kinds of metadata. `needs`:
+    optional keys that must be there.
     """
     if fixed is not None:
         fits = [t for t in fixed if t.levels() <= set(levels) and t.keys >= needs]
         template = draw(st.sampled_from(fits))
         config, keys = {"actor": template.actor}, set(template.keys)
     else:
-        template, config = None, draw(configs(rules=rules, levels=levels))
+        template, config = None, draw(configs(levels))
         keys = {key for key in sorted(OPTIONAL) if draw(st.booleans())} | needs
     actor = config["actor"]
     strict = (actor.get("advantage") or {}).get("rules") == "strict"
@@ -147,9 +144,9 @@ def cases(
     keys |= {"is_truncated"} if strict else set()
 
     rng = random.Random(draw(st.integers(0, 2**32 - 1)))
-    rows, tokens = draw(st.integers(1, 7)), draw(st.integers(1, max_tokens))
+    rows, tokens = draw(st.integers(1, 7)), draw(st.integers(1, 12))
     legal_wrap = strict or not (by_turn or isinstance(actor.get("gae_lambda"), str))
-    batch = make_batch(rng, rows, tokens, wrap=legal_wrap if wrap is None else wrap and legal_wrap)
+    batch = make_batch(rng, rows, tokens, wrap=legal_wrap)
     batch = {key: x for key, x in batch.items() if key in keys or key not in OPTIONAL}
     mode = template.mode if template else draw(st.sampled_from(["additive", "gvpo", "process_weighted"]))
     folds = not actor.get("token_rewards_as_adv", True)
@@ -163,7 +160,7 @@ def cases(
     return Case(config, batch, meta, {"advantage_shaping_mode": mode})
 
 
-def make_batch(rng: random.Random, rows: int, tokens: int, *, wrap: bool = True) -> dict[str, Any]:
+def make_batch(rng: random.Random, rows: int, tokens: int, *, wrap: bool) -> dict[str, Any]:
     """Ragged rows with prompts, gaps and turns; quarter-valued numbers, so that ties happen."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
 

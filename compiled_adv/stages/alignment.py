@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import columns, fact, shift_left
+from compiled_adv.stages.select import as_mask, columns, fact, roll_left, shift_left
 
 
 class Lengths(Stage):
@@ -30,37 +30,39 @@ class Lengths(Stage):
         return lengths_B, (hole_BW.amax(1) != 0) | (end_BW.amax(1) != lengths_B)
 
 
-class GeneratedTokens(Stage):
-    """1.0 on each generated token's own position, and how many a row has."""
+class CountGenerated(Stage):
+    """Generated tokens of each row."""
 
     reads = ("loss_mask",)
-    writes = ("generated", "n_generated")
+    writes = ("n_generated",)
 
-    def forward(self, loss_mask_BT):
-        generated_BT = (loss_mask_BT != 0).to(torch.float32)
-        return generated_BT, generated_BT.sum(1)
+    def forward(self, own_mask_BT):
+        return as_mask(own_mask_BT).sum(1)
 
 
 class Alignment(Stage):
     """The actions, and the loss mask rolled by one: a generated first token makes the last column active.
 
-    `n_actions` and `n_active` count the two.
+    `n_actions` and `n_active` count the two. Like everything aligned, they are made from the batch's own tensor: to
+    shift one that was computed would need it in memory first.
     """
 
-    reads = ("generated", "n_generated", "facts")
+    reads = ("loss_mask", "n_generated", "facts")
     writes = ("actions", "loss_mask", "n_actions", "n_active")
     flags = ("first_token_generated",)
 
-    def forward(self, generated_BT, n_generated_B, facts):
-        actions_BT, first_B = shift_left(generated_BT), generated_BT[:, 0]
+    def forward(self, own_mask_BT, n_generated_B, facts):
+        first_B = as_mask(own_mask_BT[:, 0])
         n_actions_B = n_generated_B - first_B
-        return *self.mask(actions_BT, n_actions_B, generated_BT, n_generated_B, facts), first_B > 0
+        actions_BT = as_mask(shift_left(own_mask_BT))
+        n_active_B = self.n_active(n_actions_B, first_B)
+        return actions_BT, self.mask(own_mask_BT, facts), n_actions_B, n_active_B, first_B > 0
 
-    def mask(
-        self, actions_BT: Tensor, n_actions_B: Tensor, generated_BT: Tensor, n_generated_B: Tensor, facts: Tensor
-    ) -> tuple[Tensor, ...]:
-        last_T = columns(generated_BT) == fact(facts, "tokens") - 1
-        return actions_BT, torch.where(last_T, generated_BT[:, :1], actions_BT), n_actions_B, n_generated_B.clone()
+    def mask(self, own_mask_BT: Tensor, facts: Tensor) -> Tensor:
+        return as_mask(roll_left(own_mask_BT, fact(facts, "tokens")))
+
+    def n_active(self, n_actions_B: Tensor, first_B: Tensor) -> Tensor:
+        return n_actions_B + first_B
 
 
 class Truncation(Stage):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import columns, fact, select, shift_left
+from compiled_adv.stages.select import columns, fact, finite, roll_left, select, shift_left
 
 
 class Check(Stage):
@@ -22,7 +22,7 @@ class Check(Stage):
         raise NotImplementedError(f"{type(self).__name__} has no violations")
 
     def forward(self, *channels):
-        return self.violations(*channels).sum(1) != 0
+        return some(self.violations(*channels))
 
 
 def unless_finite(mask_BT: Tensor, x_BT: Tensor) -> Tensor:
@@ -34,38 +34,59 @@ def where_true(condition_BT: Tensor) -> Tensor:
     return torch.where(condition_BT, 1.0, 0.0)
 
 
-class OneCheck(Stage):
-    """Several checks read in one pass. Its flag says that one of them failed; the eager path says which."""
+def some(violations_BT: Tensor) -> Tensor:
+    """Rows with a violation. Counted as integers: a sum of floats would be cascaded, a maximum ordered around NaN."""
+    return (violations_BT != 0).to(torch.int32).sum(1, dtype=torch.int32) > 0
 
-    flags = ("invalid",)
+
+class OneCheck(Stage):
+    """Several checks read in one pass. Its flag says that one of them failed; the eager path says which.
+
+    The last channel, if it is to be `held`, is passed on: what reads it then waits for the checks, and so they are
+    computed where their channels are read first.
+    """
 
     checks: tuple[tuple[Check, tuple[int, ...]], ...]  # a check, and which of our channels it reads (-1: absent)
+    held: bool
 
     def forward(self, *channels):
         first, *others = (check.violations(*(None if i < 0 else channels[i] for i in at)) for check, at in self.checks)
-        return sum(others, first).sum(1) != 0
+        failed_B = some(sum(others, first))
+        return (torch.where(failed_B, float("nan"), channels[-1]), failed_B) if self.held else failed_B
 
 
 class InsideAttention(Check):
     """Tokens are generated inside attention_mask."""
 
-    of = "generated"
-    reads = ("generated", "lengths")
+    of = "loss_mask"
+    reads = ("loss_mask", "lengths")
     flags = ("loss_mask_outside_attention",)
 
-    def violations(self, generated_BT, lengths_B):
-        return torch.where(columns(generated_BT) >= lengths_B[:, None], generated_BT, 0.0)
+    def violations(self, own_mask_BT, lengths_B):
+        return where_true((columns(own_mask_BT) >= lengths_B[:, None]) & (own_mask_BT != 0))
 
 
 class FiniteLogprobs(Check):
-    """Of generated tokens."""
+    """Of generated tokens: after alignment the same ones, but for a first token that strict rules shift out."""
 
     of = "logprobs"
-    reads = ("generated", "logprobs")
+    reads = ("logprobs", "loss_mask", "facts")
     flags = ("nonfinite_logprobs",)
 
-    def violations(self, generated_BT, logprobs_BT):
-        return unless_finite(generated_BT, logprobs_BT)
+    def violations(self, own_BT, mask_BT, facts):
+        return unless_finite(mask_BT, roll_left(own_BT, fact(facts, "tokens")))
+
+
+class FiniteFirstToken(Stage):
+    """The first column's own slots, which strict rules shift out."""
+
+    reads = ("loss_mask", "logprobs", "token_rewards?")
+    flags = ("nonfinite_logprobs", "nonfinite_token_rewards")
+
+    def forward(self, own_mask_BT, logprobs_BT, token_rewards_BT):
+        first_B = own_mask_BT[:, 0] != 0
+        rewards_BT = own_mask_BT if token_rewards_BT is None else token_rewards_BT
+        return first_B & ~finite(logprobs_BT[:, 0]), first_B & ~finite(rewards_BT[:, 0])
 
 
 class FiniteProxLogp(Check):
@@ -103,15 +124,14 @@ class FiniteValues(Check):
 
 
 class FiniteTokenRewards(Check):
-    """Of generated tokens."""
+    """Of generated tokens: after alignment the same ones, but for a first token that strict rules shift out."""
 
-    slot = "actor.token_rewards_as_adv"
     of = "token_rewards"
-    reads = ("generated", "token_rewards")
+    reads = ("token_rewards", "loss_mask", "facts")
     flags = ("nonfinite_token_rewards",)
 
-    def violations(self, generated_BT, token_rewards_BT):
-        return unless_finite(generated_BT, token_rewards_BT)
+    def violations(self, own_BT, mask_BT, facts):
+        return unless_finite(mask_BT, roll_left(own_BT, fact(facts, "tokens")))
 
 
 class UniformTurns(Check):
@@ -119,14 +139,17 @@ class UniformTurns(Check):
 
     slot = "actor.token_rewards_as_adv"
     of = "token_rewards"
-    reads = ("generated", "token_rewards", "turn_ids?")
+    reads = ("token_rewards", "loss_mask", "turn_ids?", "is_truncated")
     flags = ("nonuniform_folded_rewards",)
 
-    def violations(self, generated_BT, own_BT, turn_ids_BT):
-        neighbours_BT = (generated_BT > 0) & (shift_left(generated_BT) > 0)
+    mask_no_eos: bool
+
+    def violations(self, own_BT, own_mask_BT, turn_ids_BT, is_truncated_B):
+        neighbours_BT = (own_mask_BT != 0) & (shift_left(own_mask_BT) != 0)
         if turn_ids_BT is not None:
             neighbours_BT = neighbours_BT & (turn_ids_BT == shift_left(turn_ids_BT, -1))
-        return where_true(neighbours_BT & (own_BT != shift_left(own_BT)))
+        differs_BT = where_true(neighbours_BT & (own_BT != shift_left(own_BT)))
+        return torch.where(is_truncated_B[:, None] > 0, 0.0, differs_BT) if self.mask_no_eos else differs_BT
 
 
 class TurnRange(Check):

@@ -1,34 +1,29 @@
 """Takes process rewards per generated token; gives them aligned, for direct shaping or folded into turns."""
 
 import torch
+from torch import Tensor
 
 from compiled_adv.stage import Stage
 from compiled_adv.stages.select import columns, fact, roll_left, select, shift_left
 
 
-class ProcessRewards(Stage):
-    """Process rewards on generated tokens, at their own positions; rows without EOS lose theirs if asked."""
-
-    slot = "actor.token_rewards_as_adv"
-    reads = ("token_rewards", "generated", "is_truncated")
-    writes = ("token_rewards",)
-
-    mask_no_eos: bool
-
-    def forward(self, token_rewards_BT, generated_BT, is_truncated_B):
-        own_BT = select(generated_BT, token_rewards_BT)
-        return torch.where(is_truncated_B[:, None] > 0, 0.0, own_BT) if self.mask_no_eos else own_BT
+def kept(rewards_BT: Tensor, is_truncated_B: Tensor, mask_no_eos: bool) -> Tensor:
+    """Process rewards; rows without EOS lose theirs if asked."""
+    return torch.where(is_truncated_B[:, None] > 0, 0.0, rewards_BT) if mask_no_eos else rewards_BT
 
 
 class DirectRewards(Stage):
     """Process rewards aligned with the actions that earned them."""
 
     slot = "actor.token_rewards_as_adv"
-    reads = ("token_rewards", "loss_mask", "facts")
+    reads = ("token_rewards", "loss_mask", "is_truncated", "facts")
     writes = ("direct",)
 
-    def forward(self, own_BT, mask_BT, facts):
-        return select(mask_BT, roll_left(own_BT, fact(facts, "tokens")))
+    mask_no_eos: bool
+
+    def forward(self, own_BT, mask_BT, is_truncated_B, facts):
+        aligned_BT = select(mask_BT, roll_left(own_BT, fact(facts, "tokens")))
+        return kept(aligned_BT, is_truncated_B, self.mask_no_eos)
 
 
 class FoldedRewards(Stage):
@@ -38,17 +33,19 @@ class FoldedRewards(Stage):
     """
 
     slot = "actor.token_rewards_as_adv"
-    reads = ("token_rewards", "loss_mask", "turn_ids?", "facts")
+    reads = ("token_rewards", "loss_mask", "turn_ids?", "is_truncated", "facts")
     writes = ("folded",)
 
-    def forward(self, own_BT, mask_BT, turn_ids_BT, facts):
+    mask_no_eos: bool
+
+    def forward(self, own_BT, mask_BT, turn_ids_BT, is_truncated_B, facts):
         tokens = fact(facts, "tokens")
-        aligned_BT = roll_left(own_BT, tokens)
         goes_on_BT = shift_left(mask_BT) > 0
         if turn_ids_BT is not None:
             ids_BT = align_turn_ids(turn_ids_BT, tokens)
             goes_on_BT = goes_on_BT & (ids_BT == shift_left(ids_BT, -1))
-        return torch.where((mask_BT > 0) & ~goes_on_BT, aligned_BT, 0.0)
+        folded_BT = torch.where((mask_BT > 0) & ~goes_on_BT, roll_left(own_BT, tokens), 0.0)
+        return kept(folded_BT, is_truncated_B, self.mask_no_eos)
 
 
 def align_turn_ids(turn_ids_BT, tokens):

@@ -20,6 +20,11 @@ def fact(facts: Tensor, name: str) -> Tensor:
     return facts[FACTS.index(name)]
 
 
+def as_mask(x: Tensor) -> Tensor:
+    """1.0 where x is not zero, else 0.0."""
+    return (x != 0).to(torch.float32)
+
+
 def select(mask: Tensor, x: Tensor) -> Tensor:
     """x where the mask is set, else 0."""
     return torch.where(mask != 0, x, 0.0)

@@ -13,16 +13,17 @@ from compiled_adv.stages.estimator import PlaceOutcome
 from compiled_adv.stages.kl_rewards import KLRewards
 from compiled_adv.stages.length_penalty import LengthPenalty
 from compiled_adv.stages.reward_norm import RewardNorm, RowGroups, Units
-from compiled_adv.stages.select import columns
+from compiled_adv.stages.select import as_mask, columns, shift_left
 
 
 class ShiftAlignment(Alignment):
     """The mask shifts: the last column is never active."""
 
-    def mask(
-        self, actions_BT: Tensor, n_actions_B: Tensor, generated_BT: Tensor, n_generated_B: Tensor, facts: Tensor
-    ) -> tuple[Tensor, ...]:
-        return actions_BT, actions_BT.clone(), n_actions_B, n_actions_B.clone()
+    def mask(self, own_mask_BT: Tensor, facts: Tensor) -> Tensor:
+        return as_mask(shift_left(own_mask_BT))
+
+    def n_active(self, n_actions_B: Tensor, first_B: Tensor) -> Tensor:
+        return n_actions_B.clone()
 
 
 class CappedLengthPenalty(LengthPenalty):

@@ -411,6 +411,21 @@ def test_an_overflow_of_the_result_is_refused(run):
     assert type(error).__name__ == "NonFinite" and "rows [1]" in str(error)
 
 
+@pytest.mark.parametrize("estimator", [{}, plugin("estimator", "numbers_its_cells")], ids=["built in", "plugin"])
+def test_an_overflow_of_the_kl_is_refused_whoever_estimates(run, estimator):
+    batch = rows("pg.", "pg.", logprobs=[[0.0, 0.0, 0.0], [0.0, 9.0, 0.0]])
+    error = run.refusal(batch, {"kl_ctl": 1e38} | estimator)
+    assert type(error).__name__ == "NonFinite" and "rows [1]" in str(error)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prox_logp", "ref_logp", "values", "rewards", "token_rewards"])
+def test_a_float64_that_float32_cannot_hold_is_not_finite(run, name):
+    batch = full(torch.float64)
+    batch[name][(0, 1)[: batch[name].ndim]] = 1e300
+    error = run.refusal(batch, EVERYTHING)
+    assert type(error).__name__ == "NonFinite" and name in str(error) and "rows [0]" in str(error)
+
+
 # ---- padding ----
 
 

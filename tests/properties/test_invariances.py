@@ -282,7 +282,7 @@ REFUSED = {
     "bad mask": lambda case: (case.batch | {"loss_mask": case.batch["loss_mask"] + math.nan}, case.call),
     "outside attention": lambda case: (case.batch | {"loss_mask": (case.batch["attention_mask"] == 0) * 1}, case.call),
     "bad reward": lambda case: (case.batch | {"rewards": case.batch["rewards"] * math.inf + math.inf}, case.call),
-    "overflow": lambda case: (case.batch | {"values": case.batch["logprobs"] * 0 + 3e38}, case.call),
+    "bad values": lambda case: (case.batch | {"values": case.batch["logprobs"] * math.nan}, case.call),
 }
 
 
