@@ -1,6 +1,8 @@
 # make demo   set up .venv and compute advantages of the embedded real rollouts
 # make test   set up .venv and run the tests
 # make lint   set up .venv, then ruff and mypy
+# make peers  set up .venv-peers: areal, verl and torchrl for the benchmarks (2.3 GB, a few minutes)
+# make bench  time the small ladder into perf/results/bench.json, against the peers where .venv-peers is
 SHELL := /bin/bash
 # The first interpreter that is new enough; override with make PYTHON=...
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -8,7 +10,11 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: demo test lint
+PEERS := .venv-peers/installed
+# The peers' environment can run everything; without it the benchmarks leave the peers out.
+BENCH_BIN = $(if $(wildcard $(PEERS)),.venv-peers/bin,$(BIN))
+
+.PHONY: demo test lint peers bench
 
 demo: $(STAMP)
 	$(BIN)/compiled-adv run
@@ -19,6 +25,16 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+peers: $(PEERS)
+
+$(PEERS): perf/peers/requirements.txt perf/peers/install.sh
+	perf/peers/install.sh $(PYTHON)
+
+bench: $(STAMP)
+	mkdir -p perf/results
+	OMP_NUM_THREADS=1 $(BENCH_BIN)/python -m pytest perf --ladder small --benchmark-max-time 0.5 \
+		--benchmark-json perf/results/bench.json
 
 # The stamp is written last, so a set-up that was cut short is done again. torch goes first and by itself:
 # a CPU build of the pinned version then serves all that follows.

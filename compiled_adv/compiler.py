@@ -21,7 +21,7 @@ from compiled_adv.batch import concat_batch, split_batch
 from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, boundaries, rungs
 from compiled_adv.cache import Cache
 from compiled_adv.channel import OPTIONAL, OUTPUTS
-from compiled_adv.errors import CompileFailed, NotWarm, ResultsDiffer
+from compiled_adv.errors import CompileFailed, CompilerMissing, Forked, NotWarm, ResultsDiffer
 from compiled_adv.executable import CompiledExecutable, EagerExecutable, example_channels
 from compiled_adv.explain import explain_json, explain_text
 from compiled_adv.passes import DEFAULT
@@ -50,6 +50,7 @@ class Compute:
         self._programs: dict[Kind, Program] = {}
         self._unverified: dict[Kind, int] = {}
         self._frozen = False
+        self._process: int | None = None  # the first to compute
         self._mask_dtype: torch.dtype | None = None  # of the first batch; others are cast to it
 
     def __call__(self, batch: Mapping[str, Any], meta: Any = None, **per_call: Any) -> dict[str, Any]:
@@ -58,6 +59,7 @@ class Compute:
         Raises a CompiledAdvError before or after the work; the batch is never written to. `per_call`:
         advantage_shaping_mode, gvpo_negative_scale, gvpo_zero_penalty, gvpo_zero_eps.
         """
+        self._check_fork()
         call = admit_call(per_call, self.spec, self._resolved)
         with _plain_torch(batch):
             admitted = admit(batch, meta, call, self.spec, self._resolved)
@@ -103,6 +105,13 @@ class Compute:
         kind = self._kind(BARE | {*carried}, mode, False)
         pipeline, log = self._rewritten(kind)
         return explain_json(log, lower(pipeline)) if format == "json" else explain_text(log, lower(pipeline))
+
+    def _check_fork(self) -> None:
+        """OpenMP's threads do not survive a fork: a parallel loop in the child waits for them for ever."""
+        self._process = self._process or os.getpid()
+        if self._process != os.getpid() and torch.get_num_threads() > 1:
+            hint = "start workers with spawn, or torch.set_num_threads(1)"
+            raise Forked("this process was forked after its parent had computed", found=f"pid {os.getpid()}", hint=hint)
 
     def _run(self, admitted: Admitted) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
         backend = os.environ.get(SWITCH) or self.spec.advantage.backend
@@ -154,8 +163,8 @@ class Compute:
             try:
                 example = example_channels(program.inputs, bucket, device, self._mask_dtype or torch.int64)
                 return CompiledExecutable(program, bucket, example, settings.cache_dir)
-            except CompileFailed as error:
-                if settings.on_compile_error == "raise":
+            except (CompileFailed, CompilerMissing) as error:
+                if isinstance(error, CompileFailed) and settings.on_compile_error == "raise":
                     raise
                 warnings.warn(f"running eager: {error}", RuntimeWarning, stacklevel=2)
                 return None

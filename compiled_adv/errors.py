@@ -204,6 +204,18 @@ class CompileFailed(CompiledAdvError):
     """torch.compile refused a stage, or its compiler failed."""
 
 
+class CompilerMissing(CompiledAdvError):
+    """No C++ compiler on this machine."""
+
+
+class BuildFailed(CompiledAdvError):
+    """The C++ compiler refused the operator."""
+
+
+class Forked(CompiledAdvError):
+    """A process forked after its parent computed with several threads: the next parallel loop would hang."""
+
+
 class NotWarm(CompiledAdvError):
     """A shape or kind of batch without an executable, after warm-up was declared complete."""
 

@@ -110,8 +110,9 @@ def _compiled_step(compiled: Compiled) -> Step:
 
 def _compile(segment: Segment, inputs: Sequence[Tensor], cache_dir: str | None) -> Compiled:
     assert isinstance(segment.module, fx.GraphModule)
+    operators = kernels.native(inputs[0].device)
     try:
-        return compile_graph(segment.module, inputs, replace=kernels.native(inputs[0].device), cache_dir=cache_dir)
+        return compile_graph(segment.module, inputs, replace=operators, cache_dir=cache_dir)
     except Exception as error:
         stage, cause = _culprit(segment.module, inputs)
         at = None if stage is None else stage.slot or type(stage).__name__

@@ -12,19 +12,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from compiled_adv.errors import CompiledAdvError
+from compiled_adv.errors import BuildFailed, CompilerMissing
 
 SOURCE = Path(__file__).with_name("operator.cpp")
 # No contraction to fused multiply-add: a result is the same number on every machine.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w")
-
-
-class CompilerMissing(CompiledAdvError):
-    """No C++ compiler on this machine."""
-
-
-class BuildFailed(CompiledAdvError):
-    """The compiler refused the operator."""
 
 
 def library(folder: str | os.PathLike[str] | None = None) -> Path:
