@@ -21,8 +21,8 @@ except ModuleNotFoundError:
 import compiled_adv
 from compiled_adv.errors import AdvantageWarning, CompiledAdvError, FileError
 from compiled_adv.rollouts import EMBEDDED, find_rollouts, plan_results, read_groups, write_group
-from compiled_adv.show import result_table, summarise
 from compiled_adv.spec import Spec
+from compiled_adv.summary import result_table, summarise
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

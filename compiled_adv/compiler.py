@@ -23,12 +23,12 @@ from compiled_adv.cache import Cache
 from compiled_adv.channel import OPTIONAL, OUTPUTS
 from compiled_adv.errors import CompileFailed, CompilerMissing, Forked, NotWarm, ResultsDiffer
 from compiled_adv.executable import CompiledExecutable, EagerExecutable, example_channels
-from compiled_adv.explain import explain_json, explain_text
 from compiled_adv.passes import DEFAULT
 from compiled_adv.pipeline import Pipeline, wire
 from compiled_adv.program import Program, lower
 from compiled_adv.resolve import resolve_pass, resolve_spec
 from compiled_adv.rewrite import Pass, RewriteLog, rewrite
+from compiled_adv.show import explain_json, explain_text
 from compiled_adv.spec import Spec, load_config
 from compiled_adv.stages.plugin import call_compute
 from compiled_adv.status import raise_errors, warn

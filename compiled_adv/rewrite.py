@@ -178,8 +178,9 @@ def _checked(result: Rewrite, pipeline: Pipeline, each: Pass) -> Pipeline:
         changed = verify(result.applied(pipeline))
     except GraphError as error:
         raise type(error)(f"after pass '{each.name}': {error.what}", at=error.at, found=error.found) from error
-    lost = {flag for flag in pipeline.flags if flag not in changed.flags}
-    if any(flag_name(flag) == "invalid" for flag in changed.flags):  # stands for every error; the eager path tells them apart
+    stands_for = dict(result.rename)
+    lost = {flag for flag in pipeline.flags if stands_for.get(flag, flag) not in changed.flags}
+    if any(flag_name(flag) == "invalid" for flag in changed.flags):  # for every error; the eager path tells which
         lost = {flag for flag in lost if flag_name(flag) not in ERRORS}
     if lost or [name for name, _ in changed.outputs] != [name for name, _ in pipeline.outputs]:
         raise GraphError(f"pass '{each.name}' lost an output or a flag", found=", ".join(sorted(lost)))

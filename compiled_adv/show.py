@@ -1,114 +1,74 @@
-"""Takes a computed batch; gives its counts, times, moments of each channel and warnings, and a table of them."""
+"""Takes a Pipeline; gives its facts for machines, and its text for people.
 
-from __future__ import annotations
+The same Pipeline gives the same text, so that two of them can be compared line by line.
+"""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from compiled_adv.channel import OUTPUTS
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from compiled_adv.pipeline import FLAG, Node, Pipeline
+from compiled_adv.program import Program, Segment
+from compiled_adv.rewrite import RewriteLog
 
 
-@dataclass(frozen=True)
-class Moments:
-    """One output channel over the active tokens, or over the rows; None where there are none."""
-
-    over: str
-    mean: float | None
-    std: float | None
-    min: float | None
-    max: float | None
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What one batch was, how long it took, and what came out."""
-
-    name: str
-    rows: int
-    active_tokens: int
-    groups: int
-    seconds: float
-    channels: dict[str, Moments]
-    warnings: dict[str, int]  # name -> number of rows
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.active_tokens / self.seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+def describe(pipeline: Pipeline) -> dict[str, Any]:
+    """Inputs, stages in order (stage with its numbers, reads, writes, flags), outputs: JSON."""
+    stages = [
+        {
+            "name": node.name,
+            "stage": str(node.stage),
+            "config": node.stage.slot,
+            "reads": list(node.reads),
+            "writes": list(node.writes),
+            "flags": [flag.removeprefix(FLAG) for flag in node.flags],
+        }
+        for node in pipeline.nodes
+    ]
+    return {"inputs": list(pipeline.inputs), "stages": stages, "outputs": dict(pipeline.outputs)}
 
 
-def summarise(
-    name: str,
-    batch: Mapping[str, Any],
-    out: Mapping[str, Any],
-    *,
-    groups: int,
-    seconds: float,
-    warnings: Mapping[str, list[int]],
-) -> Summary:
-    """`out` is what was computed of `batch`; a channel that passed through is the same object in both."""
-    active_BT = out["loss_mask"] != 0
-    computed = [key for key, value in out.items() if isinstance(value, Tensor) and value is not batch.get(key)]
-    computed.sort(key=[*OUTPUTS, *computed].index)
-    return Summary(
-        name=name,
-        rows=len(active_BT),
-        active_tokens=int(active_BT.sum()),
-        groups=groups,
-        seconds=seconds,
-        channels={key: _moments(out[key], active_BT) for key in computed},
-        warnings={warning: len(rows) for warning, rows in warnings.items()},
-    )
+def show_pipeline(pipeline: Pipeline, title: str = "pipeline") -> str:
+    """One line for each stage: number, stage with its numbers, reads -> writes, flags behind an exclamation mark."""
+    facts = describe(pipeline)
+    stages = facts["stages"]
+    number = len(str(len(stages)))
+    width = min(48, max((len(s["stage"]) for s in stages), default=1))
+    lines = [f"{title}: {len(stages)} stages", f"  {'in':<{number}}  {' '.join(facts['inputs'])}"]
+    for i, s in enumerate(stages):
+        reads = " ".join(version or "-" for version in s["reads"])
+        writes = " ".join((*s["writes"], *("!" + flag for flag in s["flags"])))
+        lines.append(f"  {i:<{number}}  {s['stage']:<{width}}  {reads} -> {writes}")
+    leaves = " ".join(f"{name}={version}" for name, version in facts["outputs"].items())
+    return "\n".join([*lines, f"  {'out':<{number}} {leaves}"])
 
 
-def _moments(channel: Tensor, active_BT: Tensor) -> Moments:
-    per_token = channel.shape == active_BT.shape
-    numbers = (channel[active_BT] if per_token else channel).to(torch.float64)
-    over = "tokens" if per_token else "rows"
-    if not numbers.numel():
-        return Moments(over, None, None, None, None)
-    std = numbers.std(correction=0)  # of these numbers themselves: one alone has none
-    return Moments(over, *(float(x) for x in (numbers.mean(), std, numbers.min(), numbers.max())))
+def explain_text(log: RewriteLog, program: Program) -> str:
+    """The Pipeline as wired and after each pass that changed it, what held back and why, and the Program."""
+    parts = [show_pipeline(pipeline, title) for title, pipeline in log.snapshots]
+    held = [f"  {e.name}: {e.place}: {e.what}  {e.source}".rstrip() for e in log.entries if not e.done]
+    done = [f"  {e.name}: {e.place} {e.what}  {e.source}".rstrip() for e in log.entries if e.done]
+    if done:
+        parts.append("\n".join(["rewritten", *done]))
+    if held:
+        parts.append("\n".join(["held back", *held]))
+    return "\n\n".join([*parts, show_program(program)])
 
 
-def result_table(summary: Summary) -> RenderableType:
-    """Facts, channels and warnings of one batch, for a terminal."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
+def explain_json(log: RewriteLog, program: Program) -> dict[str, Any]:
+    """The same as facts."""
+    return {
+        "pipelines": [{"after": title, **describe(pipeline)} for title, pipeline in log.snapshots],
+        "rewrites": [vars(entry) for entry in log.entries],
+        "program": show_program(program),
+    }
 
-    facts = Table(title=summary.name, title_justify="left", box=box.SIMPLE_HEAD)
-    for title in ("rows", "active tokens", "groups", "seconds", "tokens/s"):
-        facts.add_column(title, justify="right")
-    facts.add_row(
-        f"{summary.rows:,}",
-        f"{summary.active_tokens:,}",
-        f"{summary.groups:,}",
-        f"{summary.seconds:.4f}",
-        f"{summary.tokens_per_second:,.0f}",
-    )
-    channels = Table(box=box.SIMPLE_HEAD)
-    channels.add_column("channel", no_wrap=True)
-    channels.add_column("over")
-    for title in ("mean", "std", "min", "max"):
-        channels.add_column(title, justify="right")
-    for name, moments in summary.channels.items():
-        numbers = (moments.mean, moments.std, moments.min, moments.max)
-        channels.add_row(name, moments.over, *("-" if x is None else f"{x:.4g}" for x in numbers))
-    if not summary.warnings:
-        return Group(facts, channels)
-    warnings = Table(box=box.SIMPLE_HEAD)
-    warnings.add_column("warning", no_wrap=True)
-    warnings.add_column("rows", justify="right")
-    for name, rows in summary.warnings.items():
-        warnings.add_row(name, f"{rows:,}")
-    return Group(facts, channels, warnings)
+
+def show_program(program: Program) -> str:
+    """The Program as runnable Python: one module class for each segment, then what runs where."""
+    lines = ["program", *(f"# segment {i}: {_segment(s)}" for i, s in enumerate(program.segments))]
+    return "\n".join(lines)
+
+
+def _segment(segment: Segment) -> str:
+    if isinstance(segment.module, Node):
+        return f"{segment.module.stage}, a user's function, at the batch's own shape"
+    return segment.module.code
