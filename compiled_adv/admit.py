@@ -8,11 +8,13 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compiled_adv.advantage import AdvantageInputs
 from compiled_adv.batch import TrajBatchMeta, as_meta, check_meta, covers
 from compiled_adv.channel import INPUTS, OPTIONAL
 from compiled_adv.errors import (
@@ -24,6 +26,7 @@ from compiled_adv.errors import (
     WrongDtype,
     WrongShape,
     WrongType,
+    shown,
     suggest,
 )
 from compiled_adv.pipeline import by_group
@@ -33,6 +36,14 @@ from compiled_adv.spec import Spec
 
 REQUIRED = ("input_ids", "attention_mask", "loss_mask", "rewards", "logprobs")
 MASKS = ("loss_mask", "is_truncated")
+
+# Dtypes that every operation takes; the rest (float8, bits, 4-bit numbers) store, and compute nothing.
+COMPUTABLE = frozenset(
+    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    + (torch.uint16, torch.uint32, torch.uint64)
+    + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    + (torch.complex32, torch.complex64, torch.complex128)  # refused with a message of their own
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,12 @@ class Admitted:
     channels: dict[str, Tensor]
 
     @property
+    def inputs(self) -> AdvantageInputs:
+        """What a replacement of the whole computation gets."""
+        call, data = self.call, MappingProxyType(dict(self.data))
+        return AdvantageInputs(data, self.config, self.meta, call.advantage_shaping_mode, *call.gvpo)
+
+    @property
     def explicit_references(self) -> bool:
         groups = (self.meta and self.meta.rollout_groups) or []
         return any(reference is not None for group in groups if group for reference in group.rewards)
@@ -84,9 +101,9 @@ def admit_call(values: Mapping[str, Any], spec: Spec, resolved: Resolved) -> Cal
             raise CallError(f"unknown per-call value '{name}'", at="compute(...)", hint=suggest(name, known))
     call = Call(**values)
     mode, modes = call.advantage_shaping_mode, BUILT_IN["process_adv_shaping"]
-    if mode not in modes:
+    if not isinstance(mode, str) or mode not in modes:
         hint = suggest(mode, modes)
-        raise CallError("unknown advantage_shaping_mode", at="compute(...)", found=repr(mode), hint=hint)
+        raise CallError("unknown advantage_shaping_mode", at="compute(...)", found=shown(mode), hint=hint)
     if resolved.compute is not None:
         return call
     chosen = mode if resolved.process is None else resolved.process
@@ -99,7 +116,7 @@ def admit_call(values: Mapping[str, Any], spec: Spec, resolved: Resolved) -> Cal
     if chosen == "gvpo":
         for name, value in zip(known[1:], call.gvpo, strict=True):
             if name.removeprefix("gvpo_") not in resolved.process_kwargs and not _is_size(value):
-                raise CallError(f"{name} must be a finite number, at least 0", at="compute(...)", found=repr(value))
+                raise CallError(f"{name} must be a finite number, at least 0", at="compute(...)", found=shown(value))
     return call
 
 
@@ -109,7 +126,8 @@ def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> 
         raise WrongType("a batch is a mapping from names to tensors", at="batch", found=type(batch).__name__)
     for key in REQUIRED:
         if batch.get(key) is None:
-            raise MissingKey(f"the batch has no '{key}'", at="batch", found=f"keys {', '.join(map(str, batch))}")
+            keys = ", ".join(each if isinstance(each, str) else shown(each) for each in batch)
+            raise MissingKey(f"the batch has no '{key}'", at="batch", found=f"keys {keys}")
     if resolved.compute is None:
         _check_needed(batch, spec)
 
@@ -134,7 +152,8 @@ def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> 
     grouped = by_group(spec.adv_norm) or by_group(spec.reward_norm)
     check_meta(meta, rows, sizes_matter=grouped)
     channels |= _membership(meta, rows, tokens, batch.get("is_truncated") is not None, mask.device)
-    channels["gvpo"] = _numbers(call.gvpo, mask.device)
+    # A bad one was refused where it is read.
+    channels["gvpo"] = _numbers(tuple(float(x) if _is_size(x) else 0.0 for x in call.gvpo), mask.device)
     return Admitted(batch, meta, call, spec.config, rows, tokens, mask.device, channels)
 
 
@@ -177,9 +196,12 @@ def _tensor(batch: Mapping[str, Any], key: str) -> Tensor:
     x = batch[key]
     if not isinstance(x, Tensor):
         raise WrongType(f"'{key}' must be a tensor", at=f"batch['{key}']", found=type(x).__name__)
-    if x.layout != torch.strided or x.is_quantized or x.device.type == "meta":
+    if x.layout != torch.strided or x.is_quantized or x.is_nested or x.device.type == "meta":
         found = f"{x.layout}, {x.dtype}, {x.device}"
         raise WrongType(f"'{key}' must be a plain tensor", at=f"batch['{key}']", found=found)
+    if x.dtype not in COMPUTABLE:
+        hint = f"batch['{key}'].to(torch.float32)"
+        raise WrongDtype(f"'{key}' has a dtype for storage alone", at=f"batch['{key}']", found=x.dtype, hint=hint)
     return x
 
 
@@ -231,8 +253,10 @@ def _words(mask_BT: Tensor) -> Tensor:
     if bool_BT is not mask_BT and not torch.equal(bool_BT.to(mask_BT.dtype), mask_BT):
         what = "attention_mask must hold 0 and 1 only"
         raise BadMask(what, at="batch['attention_mask']", hint="one sequence to a row; packed rows split")
+    if mask_BT.shape[1] % 4:
+        bool_BT = torch.nn.functional.pad(bool_BT, (0, -mask_BT.shape[1] % 4))
     # flat, since a dimension of size 1 may keep any stride and still count as contiguous
-    flat = torch.nn.functional.pad(bool_BT, (0, -mask_BT.shape[1] % 4)).contiguous().flatten()
+    flat = bool_BT.contiguous().flatten()
     aligned = flat.storage_offset() % 4 == 0
     return (flat if aligned else flat.clone()).view(torch.int32).view(len(mask_BT), -1)
 

@@ -5,20 +5,32 @@ B rows, T tokens. A prompt has several rows; a logical rollout is one or more ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_adv.errors import BadMeta, EmptyBatch, MissingKey, WrongDevice, WrongDtype, WrongShape, WrongType, suggest
+from compiled_adv.errors import (
+    BadMeta,
+    EmptyBatch,
+    MissingKey,
+    WrongDevice,
+    WrongDtype,
+    WrongShape,
+    WrongType,
+    shown,
+    suggest,
+)
 from compiled_adv.scalars import is_finite, is_integer, plain
 
 # Columns of these are tokens: in each prompt they are exactly as wide as its attention_mask.
 TOKEN_KEYS = frozenset(
     "input_ids attention_mask loss_mask logprobs prox_logp ref_logp values turn_ids token_rewards".split()
 )
+
+LONGEST_LIST = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,8 @@ def check_meta(meta: TrajBatchMeta | None, n_rows: int, *, sizes_matter: bool) -
                 raise BadMeta("a group size is not a positive integer", at=f"meta.traj_group_sizes[{i}]", found=size)
         if sum(sizes) != n_rows:
             what = "group sizes do not sum to the rows of the batch"
-            raise BadMeta(what, at="meta.traj_group_sizes", found=f"{sizes}, sum {sum(sizes)}, for {n_rows} rows")
+            found = f"{shown(sizes)}, sum {shown(sum(sizes))}, for {n_rows} rows"
+            raise BadMeta(what, at="meta.traj_group_sizes", found=found)
     if meta.rollout_groups is not None and len(groups) != len(sizes):
         what = "rollout_groups needs one entry per prompt"
         raise BadMeta(what, at="meta.rollout_groups", found=f"{len(groups)} for {len(sizes)} prompts")
@@ -145,7 +158,7 @@ def _read(source: Any, kind: type, optional: tuple[str, ...]) -> list[Any]:
     if isinstance(source, Mapping):
         unknown = [key for key in source if key not in names]
         if unknown:
-            raise BadMeta(f"unknown key '{unknown[0]}' in metadata", at="meta", hint=suggest(unknown[0], names))
+            raise BadMeta(f"unknown key {shown(unknown[0])} in metadata", at="meta", hint=suggest(unknown[0], names))
         given = dict(source)
     else:
         given = {name: getattr(source, name) for name in names if hasattr(source, name)}
@@ -163,25 +176,29 @@ def _as_group(group: Any) -> RolloutGroup:
 
 
 def _list(value: Any, at: str) -> list[Any]:
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
-        return [plain(each) for each in value]
-    raise BadMeta("a list is needed here", at=at, found=repr(value))
+    # Without a length it may have no end.
+    if not isinstance(value, Collection) or isinstance(value, (str, bytes, Mapping)) or getattr(value, "ndim", 1) < 1:
+        raise BadMeta("a list is needed here", at=at, found=shown(value))
+    if len(value) > LONGEST_LIST:
+        raise BadMeta("no batch has so many rows", at=at, found=f"a list of {len(value)}")
+    return [plain(each) for each in value]
 
 
 def _check_group(group: RolloutGroup, n_rows: int, at: str) -> None:
     counts, references = group.row_counts, group.rewards
     for count in counts:
         if not is_integer(count, at_least=1):
-            raise BadMeta("a row count is not a positive integer", at=f"{at}.row_counts", found=repr(count))
+            raise BadMeta("a row count is not a positive integer", at=f"{at}.row_counts", found=shown(count))
     if sum(counts) != n_rows:
         what = "row counts do not sum to the prompt's rows"
-        raise BadMeta(what, at=f"{at}.row_counts", found=f"{counts}, sum {sum(counts)}, for {n_rows} rows")
+        found = f"{shown(counts)}, sum {shown(sum(counts))}, for {n_rows} rows"
+        raise BadMeta(what, at=f"{at}.row_counts", found=found)
     if references and len(references) != len(counts):
         what = "references need one entry per logical rollout, or none at all"
         raise BadMeta(what, at=f"{at}.rewards", found=f"{len(references)} for {len(counts)} logical rollouts")
     for reference in references:
         if reference is not None and not is_finite(reference):
-            raise BadMeta("a reference is not a finite number", at=f"{at}.rewards", found=repr(reference))
+            raise BadMeta("a reference is not a finite number", at=f"{at}.rewards", found=shown(reference))
 
 
 # ---- concatenating and splitting ----
@@ -193,7 +210,7 @@ def _check_trajs(trajs: Sequence[Mapping[str, Any]]) -> None:
         what = "concat_batch takes a list with one mapping per prompt"
         raise WrongType(what, at="batch", found=type(trajs).__name__)
     if not trajs:
-        raise EmptyBatch("there is no prompt to concatenate", at="batch", found=f"{trajs}")
+        raise EmptyBatch("there is no prompt to concatenate", at="batch", found=shown(trajs))
     for i, traj in enumerate(trajs):
         if not isinstance(traj, Mapping):
             raise WrongType("a prompt is not a mapping", at=f"batch[{i}]", found=type(traj).__name__)
@@ -266,4 +283,4 @@ def _check_split(meta: TrajBatchMeta, width: int) -> None:
     for i, seqlen in enumerate(meta.traj_seqlens):
         if not is_integer(seqlen, at_least=0) or seqlen > width:
             what = "a prompt's width does not lie in the batch's"
-            raise BadMeta(what, at=f"meta.traj_seqlens[{i}]", found=f"{seqlen!r} in a batch {width} tokens wide")
+            raise BadMeta(what, at=f"meta.traj_seqlens[{i}]", found=f"{shown(seqlen)} in a batch {width} tokens wide")

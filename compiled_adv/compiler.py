@@ -4,11 +4,11 @@
 """
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from compiled_adv import reference
 from compiled_adv.admit import Admitted, admit, admit_call, legal_modes, mask_as, read_keys
-from compiled_adv.advantage import AdvantageInputs
 from compiled_adv.batch import concat_batch, split_batch
 from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, boundaries, rungs
 from compiled_adv.cache import Cache
@@ -28,9 +27,11 @@ from compiled_adv.pipeline import Pipeline, wire
 from compiled_adv.program import Program, lower
 from compiled_adv.resolve import resolve_pass, resolve_spec
 from compiled_adv.rewrite import Pass, RewriteLog, rewrite
+from compiled_adv.shadow import shadow_of
 from compiled_adv.show import explain_json, explain_text
 from compiled_adv.spec import Spec, load_config
 from compiled_adv.stages.plugin import call_compute
+from compiled_adv.stats import Stats
 from compiled_adv.status import raise_errors, warn
 from compiled_adv.verify import verify
 
@@ -46,6 +47,8 @@ class Compute:
         self._ladder = ladder(spec)
         self._passes = find_passes(spec)
         self._warned: set[str] = set()
+        self._stats = Stats()
+        self._shadow = shadow_of(spec, self._resolved, self._run)
         self._eager: dict[Kind, EagerExecutable] = {}
         self._programs: dict[Kind, Program] = {}
         self._unverified: dict[Kind, int] = {}
@@ -59,6 +62,7 @@ class Compute:
         Raises a CompiledAdvError before or after the work; the batch is never written to. `per_call`:
         advantage_shaping_mode, gvpo_negative_scale, gvpo_zero_penalty, gvpo_zero_eps.
         """
+        start = time.perf_counter()
         self._check_fork()
         call = admit_call(per_call, self.spec, self._resolved)
         with _plain_torch(batch):
@@ -66,6 +70,9 @@ class Compute:
             computed, flags = self._override(admitted) if self._resolved.compute else self._run(admitted)
             raise_errors(flags)
             self.last_warnings = warn(flags, self._warned)
+            self._stats.count(time.perf_counter() - start, self.last_warnings)
+            if self._shadow is not None:
+                self._shadow.see(admitted, computed)
             return _packed(admitted, computed)
 
     def compute_advantages(self, rollouts: Sequence[Mapping[str, Any]], **per_call: Any) -> list[dict[str, Any]]:
@@ -106,6 +113,10 @@ class Compute:
         pipeline, log = self._rewritten(kind)
         return explain_json(log, lower(pipeline)) if format == "json" else explain_text(log, lower(pipeline))
 
+    def stats(self) -> dict[str, float]:
+        """Numbers for a trainer's logger: calls; seconds and rows of each warning of the last one; the shadow's."""
+        return self._stats.flat() | (self._shadow.flat() if self._shadow is not None else {})
+
     def _check_fork(self) -> None:
         """OpenMP's threads do not survive a fork: a parallel loop in the child waits for them for ever."""
         self._process = self._process or os.getpid()
@@ -113,8 +124,8 @@ class Compute:
             hint = "start workers with spawn, or torch.set_num_threads(1)"
             raise Forked("this process was forked after its parent had computed", found=f"pid {os.getpid()}", hint=hint)
 
-    def _run(self, admitted: Admitted) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        backend = os.environ.get(SWITCH) or self.spec.advantage.backend
+    def _run(self, admitted: Admitted, backend: str | None = None) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+        backend = backend or os.environ.get(SWITCH) or self.spec.advantage.backend
         if backend == "reference":
             return reference.run(self.spec, self._resolved, admitted.data, admitted.meta, admitted.call)
         kind = self._kind(frozenset(admitted.channels), admitted.call.advantage_shaping_mode, MOPD in admitted.data)
@@ -185,9 +196,7 @@ class Compute:
 
     def _override(self, admitted: Admitted) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
         assert self._resolved.compute is not None
-        data, call = MappingProxyType(dict(admitted.data)), admitted.call
-        inputs = AdvantageInputs(data, admitted.config, admitted.meta, call.advantage_shaping_mode, *call.gvpo)
-        return call_compute(self._resolved.compute, inputs, decoupled=self.spec.use_decoupled_loss), {}
+        return call_compute(self._resolved.compute, admitted.inputs, decoupled=self.spec.use_decoupled_loss), {}
 
 
 @dataclass(frozen=True)

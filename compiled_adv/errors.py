@@ -11,10 +11,10 @@ class CompiledAdvError(ValueError):
 
     def __init__(self, what: str, *, at: str | None = None, found: object = None, hint: str | None = None) -> None:
         self.what, self.at, self.found, self.hint = what, at, found, hint
-        lines = [f"{type(self).__name__}: {what}"]
+        lines = [f"{type(self).__name__}: {_short(what)}"]
         for label, text in (("at", at), ("found", found), ("try", hint)):
             if text is not None:
-                lines.append(f"  {label:<5} {text}")
+                lines.append(f"  {label:<5} {_short(text)}")
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -63,10 +63,6 @@ class PluginNotFound(ConfigError):
 
 class BadKwargs(ConfigError):
     """Keyword arguments that JSON cannot carry or the function does not take."""
-
-
-class NotBuilt(ConfigError):
-    """A setting for a part that is not built yet."""
 
 
 # ---- one call's input ----
@@ -224,10 +220,29 @@ class ResultsDiffer(CompiledAdvError):
     """The compiled result is not the eager one."""
 
 
+LONGEST = 600  # characters of one line of a message
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as it is written in Python, cut short; by its type where it cannot be written."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, an object that fails
+        text = f"{type(value).__name__} that cannot be shown"
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _short(text: object) -> str:
+    """Text for one line of a message: people read it."""
+    text = text if isinstance(text, str) else shown(text, LONGEST) if isinstance(text, int) else str(text)
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
 def nearest(name: object, known: Iterable[str]) -> str | None:
     """The known name that `name` most likely meant, or None."""
     by_lower = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    written = name if isinstance(name, str) else shown(name)
+    close = difflib.get_close_matches(written[:LONGEST].lower(), by_lower, n=1)
     return by_lower[close[0]] if close else None
 
 

@@ -33,10 +33,13 @@ class EagerExecutable:
     program: Program
 
     def run(self, admitted: Admitted) -> tuple[dict[str, Tensor], Flags]:
-        """Outputs by name, and flags by name with their rows. A segment's errors stop what follows it."""
+        """Outputs by name, and flags by name with their rows. A segment's errors stop what follows it.
+
+        With the flag `invalid` there is no output: a check failed, and the Program as wired says which.
+        """
         steps = [_eager_step(segment) for segment in self.program.segments]
         env, flags = _run(self.program, steps, admitted, None)
-        return {name: env[version] for name, version in self.program.outputs}, flags
+        return {} if "invalid" in flags else {name: env[version] for name, version in self.program.outputs}, flags
 
 
 class CompiledExecutable:
@@ -58,10 +61,7 @@ class CompiledExecutable:
             env.update(zip(segment.outputs, compiled(*inputs), strict=False))
 
     def run(self, admitted: Admitted) -> tuple[dict[str, Tensor], Flags]:
-        """As EagerExecutable.run. No output shares memory with a later call's.
-
-        With the flag `invalid` there is no output: a check failed, and the eager Program says which.
-        """
+        """As EagerExecutable.run. No output shares memory with a later call's."""
         env, flags = _run(self.program, self._steps, admitted, self.bucket)
         if "invalid" in flags:
             return {}, flags
@@ -172,9 +172,8 @@ def _raised(segment: Segment, raised: Tensor | None, rows: int) -> Flags:
     if raised is None or not bool(raised[:, :rows].any()):
         return {}
     found: Flags = {}
-    for flag, rows_B in zip(segment.flags, raised[:, :rows].tolist(), strict=True):
-        if at := [i for i, is_set in enumerate(rows_B) if is_set]:
-            found = merge(found, {flag_name(flag): at})
+    for i in raised[:, :rows].any(1).nonzero().flatten().tolist():
+        found = merge(found, {flag_name(segment.flags[i]): raised[i, :rows].nonzero().flatten().tolist()})
     return found
 
 

@@ -21,6 +21,7 @@ from compiled_adv.errors import (
     PluginResult,
     PluginWroteInput,
     UnknownName,
+    shown,
     suggest,
 )
 from compiled_adv.scalars import is_finite, is_number
@@ -69,7 +70,7 @@ def compute_gae_lambda(inputs: TemporalInputs, timestep_unit: str) -> float | Te
     """For a custom estimator: the configured lambda, a number or one per row [B], lengths in `timestep_unit`."""
     units = ("token", "turn")
     if timestep_unit not in units:
-        raise UnknownName("unknown timestep unit", found=repr(timestep_unit), hint=suggest(timestep_unit, units))
+        raise UnknownName("unknown timestep unit", found=shown(timestep_unit), hint=suggest(timestep_unit, units))
     gae_lambda = getattr(inputs.config, "gae_lambda", Spec.model_fields["gae_lambda"].default)
     if not isinstance(gae_lambda, str):
         return float(gae_lambda)
@@ -134,5 +135,5 @@ def _distinct(ids_BT: Tensor, active_BT: Tensor) -> Tensor:
 
 def _number(name: str, value: object, needed: str, holds: Callable[[Any], bool]) -> float:
     if not (is_number(value) and holds(value)):
-        raise InvalidValue(f"'{name}' must be {needed}", at="actor.gae_lambda_kwargs", found=repr(value))
+        raise InvalidValue(f"'{name}' must be {needed}", at="actor.gae_lambda_kwargs", found=shown(value))
     return float(value)

@@ -23,7 +23,15 @@ Compiled = Callable[..., tuple[Tensor, ...]]
 
 # A value that is read twice is computed once: a shifted load costs more than a store and a load.
 # Shapes are checked once, before the call.
-SETTINGS = {"realize_reads_threshold": 1, "size_asserts": False, "alignment_asserts": False, "scalar_asserts": False}
+SETTINGS: dict[str, Any] = {
+    "realize_reads_threshold": 1,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "scalar_asserts": False,
+}
+if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+    # Inductor's own probe for vector units takes seconds, and where it fails, kernels are scalar without a word.
+    SETTINGS["cpp.vec_isa_ok"] = True
 
 # Dynamo and Inductor compile one graph at a time.
 LOCK = threading.RLock()

@@ -20,13 +20,13 @@ from compiled_adv.stage import Stage
 from compiled_adv.stages.adv_norm import AdvantageMoments, AdvantageScale, AdvNorm, SingleRollouts
 from compiled_adv.stages.alignment import Alignment, CountGenerated, Lengths, Truncation
 from compiled_adv.stages.checks import (
-    FiniteFirstToken,
     FiniteLogprobs,
     FiniteProxLogp,
     FiniteRefLogp,
     FiniteResult,
     FiniteTokenRewards,
     FiniteValues,
+    FirstToken,
     InsideAttention,
     TurnRange,
     UniformTurns,
@@ -39,6 +39,7 @@ from compiled_adv.stages.estimator import (
     LambdaByLength,
     PlaceOutcome,
     TokenGAE,
+    TotalRewards,
     TurnCounts,
     TurnGAE,
     Turns,
@@ -48,7 +49,7 @@ from compiled_adv.stages.length_penalty import LengthPenalty, RawRewards
 from compiled_adv.stages.logprobs import BehaviorLogprobs, CopyLogprobs, ProximalLogprobs, ReferenceLogprobs
 from compiled_adv.stages.plugin import EstimatorPlugin, LambdaPlugin, OutcomePlugin, ProcessPlugin
 from compiled_adv.stages.process_adv_shaping import GVPO, Additive, ProcessWeighted
-from compiled_adv.stages.process_rewards import DirectRewards, FoldedRewards
+from compiled_adv.stages.process_rewards import AlignedRewards, DirectRewards, FoldedRewards
 from compiled_adv.stages.reward_norm import RewardNorm, RowGroups, SameRawRewards, Score, SingleUnits, Units
 from compiled_adv.stages.statistics import BatchMoments, GroupCentred, GroupMoments
 from compiled_adv.stages.strict import STRICT
@@ -162,10 +163,10 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
 
     add(Lengths())
     own_mask = newest["loss_mask"]
-    add(InsideAttention())
-    add(FiniteFirstToken())
+    add(FirstToken())
     add(CountGenerated())
     add(Alignment())
+    add(InsideAttention())
     add(Truncation())
     outputs |= {"loss_mask": newest["loss_mask"], "is_truncated": newest["is_truncated"]}
 
@@ -189,10 +190,9 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
         _moments(wiring, norm, SingleUnits())
         add(RewardNorm(norm, spec.mask_no_eos_with_zero))
 
-    add(FiniteLogprobs())
     recomputed = spec.recompute_logprob and not spec.use_decoupled_loss
-    if mopd or not recomputed:
-        add(BehaviorLogprobs())
+    add(BehaviorLogprobs())
+    add(FiniteLogprobs())
     if mopd:
         outputs["mopd_behavior_logprobs"] = newest["behavior_logprobs"]
     if recomputed:
@@ -213,6 +213,7 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
 
     add(PlaceOutcome(spec.mask_no_eos_with_zero))
     if wiring.has("token_rewards"):
+        add(AlignedRewards())
         add(FiniteTokenRewards())
         if spec.token_rewards_as_adv:
             add(DirectRewards(spec.mask_no_eos_with_zero))
@@ -267,6 +268,7 @@ def _estimate(wiring: Wiring, spec: Spec, resolved: Resolved) -> None:
     if resolved.estimator is not None:
         add(EstimatorPlugin(resolved.estimator, spec.discount))
         return
+    add(TotalRewards())
     if wiring.has("aligned_turn_ids"):
         add(TurnRange())
         add(TurnCounts())

@@ -19,10 +19,13 @@ from typing import Any
 
 import torch
 
-from compiled_adv.errors import BadKwargs, InvalidValue, PluginNotFound, UnknownName, suggest
+from compiled_adv.errors import BadKwargs, InvalidValue, PluginNotFound, UnknownName, shown, suggest
 from compiled_adv.gae import BUILT_IN_LAMBDAS, GAELambdaContext
 from compiled_adv.scalars import is_finite
 from compiled_adv.spec import Spec, StageChoice
+
+# What a shadow may run against beside a dotted path.
+OPINIONS = ("eager", "reference")
 
 BUILT_IN = {
     "outcome_reward_shaping": ("identity",),
@@ -55,6 +58,7 @@ class Resolved:
     process: Plugin | str | None  # a plugin, the name of an explicit built-in, or None: follows the call
     process_kwargs: Mapping[str, float]  # explicit gvpo kwargs
     lambda_fn: Plugin | None  # None: a number
+    shadow: Plugin | None = None  # None: no second opinion, or one of ours
 
 
 def resolve_spec(spec: Spec) -> Resolved:
@@ -72,6 +76,7 @@ def resolve_spec(spec: Spec) -> Resolved:
         process=process,
         process_kwargs=dict(shaping.kwargs) if process == "gvpo" else {},
         lambda_fn=_lambda(spec),
+        shadow=_shadow(spec),
     )
 
 
@@ -79,7 +84,7 @@ def resolve_path(path: str, *, at: str) -> Callable[..., Any]:
     """The function at a dotted path `package.module.function` (or `....Class.function`)."""
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise PluginNotFound("this is no dotted path of a function", at=at, found=repr(path))
+        raise PluginNotFound("this is no dotted path of a function", at=at, found=shown(path))
     if parts[0] == "__main__":
         # Workers have another __main__.
         what = "a function of the main script cannot be found by a worker"
@@ -94,7 +99,7 @@ def resolve_path(path: str, *, at: str) -> Callable[..., Any]:
             raise PluginNotFound(what, at=at, found=f"{path}: {error}", hint=hint) from error
     if not callable(found) or inspect.isclass(found):
         what = "a dotted path leads to a function"
-        raise PluginNotFound(what, at=at, found=f"{path} is {'a class' if inspect.isclass(found) else repr(found)}")
+        raise PluginNotFound(what, at=at, found=f"{path} is {'a class' if inspect.isclass(found) else shown(found)}")
     return found
 
 
@@ -125,14 +130,14 @@ def check_json(value: Any, *, at: str, depth: int = 0) -> None:
     if isinstance(value, dict):
         for key, each in value.items():
             if not isinstance(key, str):
-                raise BadKwargs("a key in kwargs is not a string", at=at, found=repr(key))
+                raise BadKwargs("a key in kwargs is not a string", at=at, found=shown(key))
             check_json(each, at=f"{at}.{key}", depth=depth + 1)
     elif isinstance(value, list):
         for i, each in enumerate(value):
             check_json(each, at=f"{at}[{i}]", depth=depth + 1)
     elif type(value) not in (str, int, bool, float, type(None)) or (type(value) is float and not math.isfinite(value)):
         what = "kwargs hold only what JSON can carry: finite numbers, strings, booleans, null, lists and mappings"
-        raise BadKwargs(what, at=at, found=f"{value!r} ({type(value).__name__})")
+        raise BadKwargs(what, at=at, found=f"{shown(value)} ({type(value).__name__})")
 
 
 # ---- the slots of a Spec ----
@@ -145,7 +150,7 @@ def _stage(spec: Spec, slot: str, choice: StageChoice) -> Plugin | None:
         if "." not in name:
             at = spec.at(f"actor.advantage.{slot}.implementation")
             hint = suggest(name, ("auto", *BUILT_IN[slot])) + ", or the dotted path of a function"
-            raise UnknownName(f"unknown implementation of {slot}", at=at, found=repr(name), hint=hint)
+            raise UnknownName(f"unknown implementation of {slot}", at=at, found=shown(name), hint=hint)
         return _plugin(spec, slot, choice)
     at = spec.at(f"actor.advantage.{slot}.kwargs")
     known = GVPO_KWARGS if name == "gvpo" else ()
@@ -154,7 +159,7 @@ def _stage(spec: Spec, slot: str, choice: StageChoice) -> Plugin | None:
             hint = suggest(key, known) if known else "kwargs: {}"
             raise BadKwargs(f"'{name}' takes no '{key}'", at=at, hint=hint)
         if not is_finite(value) or value < 0:
-            raise InvalidValue(f"'{key}' must be a finite number of at least 0", at=at, found=repr(value))
+            raise InvalidValue(f"'{key}' must be a finite number of at least 0", at=at, found=shown(value))
     return None
 
 
@@ -172,7 +177,7 @@ def _lambda(spec: Spec) -> Plugin | None:
     built_in = {fn.__name__: f"{fn.__module__}.{fn.__name__}" for fn in BUILT_IN_LAMBDAS}
     if "." not in path:
         hint = built_in.get(path) or f"a number, the dotted path of a function, or {', '.join(built_in.values())}"
-        raise UnknownName("a lambda function is given by its dotted path", at=at, found=repr(path), hint=hint)
+        raise UnknownName("a lambda function is given by its dotted path", at=at, found=shown(path), hint=hint)
     fn, kwargs_at = resolve_path(path, at=at), spec.at("actor.gae_lambda_kwargs")
     check_kwargs(fn, spec.gae_lambda_kwargs, at=kwargs_at)
     if fn in BUILT_IN_LAMBDAS:
@@ -184,6 +189,18 @@ def _lambda(spec: Spec) -> Plugin | None:
         except InvalidValue as error:
             raise InvalidValue(error.what, at=kwargs_at, found=error.found) from None
     return Plugin("gae_lambda", path, fn, copy.deepcopy(spec.gae_lambda_kwargs), at)
+
+
+def _shadow(spec: Spec) -> Plugin | None:
+    chosen, at = spec.advantage.shadow, spec.at("actor.advantage.shadow.against")
+    if chosen is None or chosen.against in OPINIONS:
+        return None
+    if "." not in chosen.against:
+        hint = suggest(chosen.against, OPINIONS) + ", or the dotted path of a function of AdvantageInputs"
+        raise UnknownName("unknown second opinion", at=at, found=shown(chosen.against), hint=hint)
+    fn = resolve_path(chosen.against, at=at)
+    check_kwargs(fn, {}, at=at)
+    return Plugin("shadow", chosen.against, fn, at=at)
 
 
 # ---- importing ----
@@ -276,7 +293,7 @@ def _forget(name: str) -> None:
 def resolve_pass(path: str, known: Iterable[str], *, at: str) -> Any:
     """A user's own pass at a dotted path."""
     if "." not in path:
-        raise UnknownName("unknown pass", at=at, found=repr(path), hint=suggest(path, known))
+        raise UnknownName("unknown pass", at=at, found=shown(path), hint=suggest(path, known))
     found, names = _import_longest(path.split("."), path, at)
     for name in names:
         if not hasattr(found, name):
@@ -284,5 +301,5 @@ def resolve_pass(path: str, known: Iterable[str], *, at: str) -> Any:
             raise PluginNotFound(f"there is no '{name}' at this path", at=at, found=path, hint=hint)
         found = getattr(found, name)
     if not hasattr(found, "rules"):
-        raise PluginNotFound("this path leads to no Pass", at=at, found=f"{path} is {found!r}")
+        raise PluginNotFound("this path leads to no Pass", at=at, found=f"{path} is {shown(found)}")
     return found

@@ -18,7 +18,7 @@ from compiled_adv.pipeline import Node, Pipeline, flag_name
 from compiled_adv.stage import Stage
 from compiled_adv.stages.fused import Fused
 from compiled_adv.status import ERRORS
-from compiled_adv.verify import verify
+from compiled_adv.verify import each_version_is_written_once, verify
 
 Numerics = Literal["exact", "close"]
 INVALID = "flag:invalid"
@@ -79,7 +79,9 @@ class Rewrite:
         kept = [replace(n, reads=tuple(now(v) for v in n.reads)) for n in pipeline.nodes if n.name not in gone]
         kept[first:first] = self.add
         outputs = tuple((name, stands_for.get(version, version) or version) for name, version in pipeline.outputs)
-        return without_idle(replace(pipeline, nodes=tuple(kept), outputs=outputs).in_order())
+        changed = replace(pipeline, nodes=tuple(kept), outputs=outputs)
+        each_version_is_written_once(changed)  # now: the first of two writers would go as idle
+        return without_idle(changed.in_order())
 
 
 Rule = Callable[..., "Rewrite | str | None"]
@@ -182,7 +184,8 @@ def _checked(result: Rewrite, pipeline: Pipeline, each: Pass) -> Pipeline:
     lost = {flag for flag in pipeline.flags if stands_for.get(flag, flag) not in changed.flags}
     if any(flag_name(flag) == "invalid" for flag in changed.flags):  # for every error; the eager path tells which
         lost = {flag for flag in lost if flag_name(flag) not in ERRORS}
-    if lost or [name for name, _ in changed.outputs] != [name for name, _ in pipeline.outputs]:
+    lost |= dict(pipeline.outputs).keys() - dict(changed.outputs).keys()
+    if lost:
         raise GraphError(f"pass '{each.name}' lost an output or a flag", found=", ".join(sorted(lost)))
     return changed
 

@@ -27,9 +27,9 @@ from compiled_adv.errors import (
     ConfigError,
     ConflictingSettings,
     InvalidValue,
-    NotBuilt,
     UnknownKey,
     UnknownName,
+    shown,
     suggest,
 )
 from compiled_adv.scalars import is_finite, is_number
@@ -131,8 +131,18 @@ def _number_or_path(value: Any) -> float | str:
     raise InvalidValue("gae_lambda must be a finite number or the dotted path of a function")
 
 
-def _not_built(value: Any) -> None:
-    raise NotBuilt("running a second implementation beside the first is not built yet", hint="shadow: null")
+class Shadow(_Model):
+    """A second opinion on every N-th batch: the block `actor.advantage.shadow`."""
+
+    against: Annotated[str, BeforeValidator(_a_path)]  # eager, reference or a dotted path
+    every: int = Field(1, ge=1)
+
+
+def _a_mapping(value: Any) -> Any:
+    if isinstance(value, str):
+        hint = f"shadow: {{against: {value}, every: 1}}"
+        raise InvalidValue("a shadow is chosen by a mapping, not by a bare string", hint=hint)
+    return value
 
 
 Choice = Annotated[StageChoice, BeforeValidator(_no_bare_string)]
@@ -148,7 +158,7 @@ class Advantage(_Model):
     rules: Literal["default", "strict"] = "default"
     backend: Literal["reference", "eager", "compiled"] = "eager"
     compiled: Compiled = Compiled()
-    shadow: Annotated[None, PlainValidator(_not_built)] = None
+    shadow: Annotated[Shadow | None, BeforeValidator(_a_mapping)] = None
 
 
 @dataclass(frozen=True)
@@ -279,7 +289,7 @@ def _actor_of(config: Any) -> Any:
     if actor is None:
         return {}
     if not _is_mapping(actor) and not _is_object(actor):
-        raise InvalidValue("the actor block is no mapping", at="actor", found=repr(actor))
+        raise InvalidValue("the actor block is no mapping", at="actor", found=shown(actor))
     return actor
 
 
@@ -302,8 +312,9 @@ def _advantage_values(value: Any) -> Any:
     """The block as plain dicts. Null means the default for every key in it, so the nulls of known keys go."""
     block = _given({} if value is None else value, Advantage)
     if isinstance(block, dict):
-        for name in {"compute", "compiled", *STAGES} & block.keys():
-            block[name] = _copy(_given(block[name], Compiled if name == "compiled" else StageChoice))
+        models: dict[str, type[_Model]] = {"compiled": Compiled, "shadow": Shadow}
+        for name in {"compute", *STAGES, *models} & block.keys():
+            block[name] = _copy(_given(block[name], models.get(name, StageChoice)))
     return block
 
 
@@ -353,9 +364,8 @@ def _copy(value: Any) -> Any:
 def _ours(error: ValidationError, source: Source) -> ConfigError:
     """The first mistake that pydantic found, as our error."""
     first = error.errors(include_url=False)[0]
-    kind, found = first["type"], repr(first["input"])
+    kind, found = first["type"], shown(first["input"])
     loc = tuple(name for name in first["loc"] if name != "[key]")  # which is how pydantic marks a mapping's bad key
-    found = found if len(found) <= 80 else found[:77] + "..."
     at = source.at(".".join(("actor", *map(str, loc))))
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
@@ -406,7 +416,7 @@ def _check_compute(spec: Spec) -> None:
         raise UnknownName(
             "unknown compute implementation",
             at=at,
-            found=repr(advantage.compute.implementation),
+            found=shown(advantage.compute.implementation),
             hint="default, or the dotted path of a function",
         )
     for stage in STAGES:

@@ -6,11 +6,12 @@ outcome: the common GRPO case.
 
 from compiled_adv.pipeline import Node, Pipeline
 from compiled_adv.rewrite import P, Pass, Rewrite
-from compiled_adv.stages.estimator import ConstantLambda, OutcomeEverywhere, PlaceOutcome, TokenGAE
+from compiled_adv.stages.estimator import ConstantLambda, OutcomeEverywhere, PlaceOutcome, TokenGAE, TotalRewards
 
 
-def broadcast(pipeline: Pipeline, place: Node, gae: Node) -> Rewrite | str:
-    outcome, kl, folded, values, _, _, is_truncated, gae_lambda, _ = gae.reads
+def broadcast(pipeline: Pipeline, place: Node, total: Node, gae: Node) -> Rewrite | str:
+    _, kl, folded = total.reads
+    _, values, _, _, is_truncated, gae_lambda, _ = gae.reads
     source = next((node for node in pipeline.nodes if gae_lambda in node.writes), None)
     assert isinstance(gae.stage, TokenGAE) and isinstance(place.stage, PlaceOutcome)
     if kl is not None:
@@ -25,11 +26,11 @@ def broadcast(pipeline: Pipeline, place: Node, gae: Node) -> Rewrite | str:
         return f"lambda is {source and source.stage}, not 1"
     scores, lengths, actions, _ = place.reads
     stage = OutcomeEverywhere(place.stage)
-    return Rewrite((gae,), (Node(gae.name, stage, (scores, lengths, actions, is_truncated, outcome), gae.writes),))
+    return Rewrite((gae,), (Node(gae.name, stage, (scores, lengths, actions, is_truncated), gae.writes),))
 
 
 broadcast_outcome = Pass(
     "broadcast_outcome",
     why="the recurrence reads two channels and writes one; the broadcast reads none",
-    rules=((P(PlaceOutcome) >> P(TokenGAE), broadcast),),
+    rules=((P(PlaceOutcome) >> P(TotalRewards) >> P(TokenGAE), broadcast),),
 )

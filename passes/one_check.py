@@ -11,9 +11,10 @@ import networkx as nx
 from compiled_adv.channel import base
 from compiled_adv.pipeline import Node, Pipeline
 from compiled_adv.rewrite import INVALID, P, Pass, Rewrite
-from compiled_adv.stages.checks import Check, OneCheck
+from compiled_adv.stages.checks import Check, FirstToken, OneCheck
 from compiled_adv.stages.estimator import BootstrapValues, OutcomeEverywhere, TokenGAE, TurnGAE
 
+PER_ROW = (BootstrapValues, FirstToken)  # they read one column
 ESTIMATORS = (TokenGAE, TurnGAE, OutcomeEverywhere)
 
 
@@ -47,8 +48,8 @@ def _late(pipeline: Pipeline) -> set[str]:
     estimators = [node.name for node in pipeline.nodes if isinstance(node.stage, ESTIMATORS)]
     behind = set().union(*(nx.descendants(graph, name) for name in estimators))
     before = set().union(*(nx.ancestors(graph, name) for name in estimators))
-    by_token = [n for n in pipeline.nodes if n.name in before and not isinstance(n.stage, (Check, BootstrapValues))]
-    read_before = {version for node in by_token for version in node.reads}
+    by_token = [n for n in pipeline.nodes if n.name in before and not isinstance(n.stage, (Check, *PER_ROW))]
+    read_before = {version for node in by_token for version in (*node.reads, *node.writes)}
     early_all = any(node.stage.opaque for node in pipeline.nodes) or not estimators
     late = set()
     for node in pipeline.nodes:

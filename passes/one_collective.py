@@ -7,11 +7,21 @@ from compiled_adv.rewrite import P, Pass, Rewrite, fuse
 from compiled_adv.stages.statistics import BatchMoments
 
 
-def together(pipeline: Pipeline, node: Node) -> Rewrite | None:
+def together(pipeline: Pipeline, node: Node) -> Rewrite | str | None:
     """Moments that do not wait for each other are one node: ranks will meet there once."""
-    waits = nx.ancestors(pipeline.graph, node.name) | nx.descendants(pipeline.graph, node.name)
-    others = [n for n in pipeline.nodes if isinstance(n.stage, BatchMoments) and n is not node and n.name not in waits]
-    return fuse(pipeline, node, others[0]) if others else None
+    moments = [other for other in pipeline.nodes if isinstance(other.stage, BatchMoments)]
+    lot = [node]
+    for other in moments:
+        if not any(other is one or _waits(pipeline, other, one) or _waits(pipeline, one, other) for one in lot):
+            lot.append(other)
+    if len(lot) > 1:
+        return fuse(pipeline, *lot)
+    earlier = [other.name for other in moments if _waits(pipeline, node, other)]
+    return f"it waits for {', '.join(earlier)}" if earlier else None
+
+
+def _waits(pipeline: Pipeline, node: Node, other: Node) -> bool:
+    return node is not other and nx.has_path(pipeline.graph, other.name, node.name)
 
 
 one_collective = Pass(

@@ -1,4 +1,4 @@
-"""Gives the operations that the compilers lack: the masked backward recurrence, turns, and fixed-order moments.
+"""Gives the operations that the compilers lack: backward recurrences, turns, and fixed-order moments.
 
 Each is an operator of the library `compiled_adv`, so that torch.compile keeps it whole. Its plain form (blocked.py)
 runs anywhere; the compiled backend puts the device's own form (NATIVE) in its place.
@@ -19,6 +19,7 @@ SCHEMAS = {
     "merge_moments": "(Tensor n, Tensor mean, Tensor m2, Tensor part) -> (Tensor, Tensor, Tensor)",
     "turn_totals": "(Tensor rewards, Tensor? values, Tensor turn_ids, Tensor mask) -> (Tensor, Tensor, Tensor)",
     "turn_counts": "(Tensor turn_ids, Tensor mask) -> (Tensor, Tensor)",
+    "discounted_sum": "(Tensor x, Tensor factor) -> Tensor",
 }
 
 
@@ -43,12 +44,17 @@ def _like_turn_counts(turn_ids, mask):
     return mask.new_empty(mask.shape[0], dtype=torch.int64), mask.new_empty(mask.shape[0], dtype=torch.bool)
 
 
+def _like_discounted_sum(x, factor):
+    return x.new_empty(x.shape)
+
+
 FAKES: dict[str, Callable[..., Any]] = {
     "backward_recurrence": _like_recurrence,
     "row_moments": _like_row_moments,
     "merge_moments": _like_merge_moments,
     "turn_totals": _like_turn_totals,
     "turn_counts": _like_turn_counts,
+    "discounted_sum": _like_discounted_sum,
 }
 
 LIBRARY = torch.library.Library("compiled_adv", "DEF")
@@ -56,6 +62,21 @@ for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema)
     LIBRARY.impl(_name, getattr(blocked, _name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"compiled_adv::{_name}", FAKES[_name], lib=LIBRARY)
+
+
+def map_rows(name: str) -> None:
+    """Let torch.func.vmap map an operator of x and factor, in which leading dims are rows anyway."""
+    operator = getattr(torch.ops.compiled_adv, name)
+
+    def mapped(info: Any, dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
+        size = info.batch_size
+        rows = (x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True))
+        return operator(*rows), 0
+
+    torch.library.register_vmap(f"compiled_adv::{name}", mapped, lib=LIBRARY)
+
+
+map_rows("discounted_sum")
 
 
 def native(device: torch.device) -> dict[Any, Any]:
@@ -103,3 +124,8 @@ def turn_totals(
 def turn_counts(turn_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """See blocked.turn_counts."""
     return torch.ops.compiled_adv.turn_counts(turn_ids_BT, mask_BT)
+
+
+def discounted_sum(x: Tensor, factor: Tensor) -> Tensor:
+    """See blocked.discounted_sum."""
+    return torch.ops.compiled_adv.discounted_sum(x, factor)

@@ -1,15 +1,23 @@
-"""Takes rows of tokens; gives the four operations that torch lacks, in vectorised torch, on any device.
+"""Takes rows of tokens; gives the operations that torch lacks, in vectorised torch, on any device.
 
 They serve the eager backend and any machine without a compiler; the compiled backend replaces each by its own
-operator. No loop runs over tokens: active columns are packed, scanned in blocks by a matrix of powers relative to the
-position, and the block heads are scanned the same way.
+operator. No loop runs over tokens: active columns are packed where they have gaps, and scanned in blocks by a matrix of
+powers relative to the position; the block heads are scanned the same way. A mask is 1 or 0.
 """
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 BLOCK = 32
 CACHED = 1 << 17  # numbers of one temporary
+F32, F64 = torch.float32, torch.float64
+
+
+def select(mask: Tensor, x: Tensor) -> Tensor:
+    """x where the mask is set, else 0."""
+    return torch.ops.aten.threshold_backward(x, mask, 0)  # torch.where takes a branch for each number
 
 
 def backward_recurrence(
@@ -30,86 +38,121 @@ def backward_recurrence(
 
     Returns run [B,T] at every column (carried where no step is set) and, if asked, nxt after the column (else empty).
     """
-    if end is not None and bool((steps_BT[:, int(end) :] != 0).any()):
+    if end is not None and bool(steps_BT[:, int(end) :].any()):
         steps_BT = steps_BT.clone()
         steps_BT[:, int(end) :] = 0
-    running_BT = torch.empty_like(rewards_BT)
-    next_BT = torch.empty_like(rewards_BT) if with_next else rewards_BT.new_empty(0)
-    for rows in _row_blocks(rewards_BT):
-        values = None if values_BT is None else values_BT[rows]
-        factor_B = discount * lambda_B[rows].to(torch.float64)
-        part = _recurrence(rewards_BT[rows], values, steps_BT[rows] != 0, bootstrap_B[rows], discount, factor_B)
-        running_BT[rows] = part[0].gather(1, part[2])
-        if with_next:
-            next_BT[rows] = part[1].gather(1, part[2])
-    return running_BT, next_BT
+    factor_B = discount * lambda_B.to(F64)
+    factor = factor_B[0].item() if bool((factor_B == factor_B[0]).all()) else factor_B
+    width = steps_BT.shape[1]
+    count_B1 = steps_BT.sum(1, keepdim=True)
+    pairs_B1 = (steps_BT[:, 1:] * steps_BT[:, :-1]).sum(1, keepdim=True)
+    after_B1 = select(count_B1, discount * bootstrap_B[:, None])
+    if not with_next and bool((count_B1 - pairs_B1 <= 1).all()):  # the steps of each row are one run
+        column_T = torch.arange(width, dtype=F32, device=steps_BT.device)
+        last_B1 = (steps_BT * column_T).amax(1, keepdim=True)
+        first_B1 = (last_B1 - count_B1 + 1).clamp(max=width - 1)
+        rewards_BT = select(steps_BT, rewards_BT).scatter_add_(1, last_B1.to(torch.int64), after_B1)
+        values_BT = None if values_BT is None else select(steps_BT, values_BT)
+        run_BT = _scan(rewards_BT, values_BT, discount, factor)
+        carried_B1 = run_BT.gather(1, first_B1.to(torch.int64))
+        return select(steps_BT, run_BT).add_(select(first_B1 - column_T, carried_B1)), steps_BT.new_empty(0)
 
-
-def _recurrence(
-    rewards_BT: Tensor,
-    values_BT: Tensor | None,
-    step_BT: Tensor,
-    bootstrap_B: Tensor,
-    discount: float,
-    factor_B: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The two states before each packed step [B,N+1], the last entry being the start, and each column's entry [B,T]."""
-    inclusive_BT = step_BT.cumsum(1)
-    entry_BT = inclusive_BT - step_BT.to(torch.int64)
-    count_B1 = inclusive_BT[:, -1:]
-    width = int(count_B1.max())
-    packed_BT = torch.where(step_BT, entry_BT, width + 1)  # inactive columns fall into one entry that is cut off
+    entry_BT = steps_BT.cumsum(1) - steps_BT  # steps before the column
+    most = int(count_B1.max())
+    packed_BT = torch.lerp(count_B1.new_full((1, 1), most + 1), entry_BT, steps_BT).to(torch.int64)
+    entry_BT, count_B1 = entry_BT.to(torch.int64), count_B1.to(torch.int64)
 
     def pack(x_BT: Tensor) -> Tensor:
-        zeros_BN = x_BT.new_zeros(len(x_BT), width + 2)
-        return zeros_BN.scatter_(1, packed_BT, x_BT)[:, : width + 1].to(torch.float64)
+        """Entries 0 to `most`; inactive columns fall into one more, which is cut off."""
+        return x_BT.new_zeros(len(x_BT), most + 2).scatter_(1, packed_BT, x_BT)[:, : most + 1]
 
-    delta_BN = pack(rewards_BT)
-    value_BN = torch.zeros_like(delta_BN) if values_BT is None else pack(values_BT)
-    value_BN.scatter_(1, count_B1, bootstrap_B[:, None].to(torch.float64))
-    delta_BN[:, :-1] += discount * value_BN[:, 1:] - (0.0 if values_BT is None else value_BN[:, :-1])
-    delta_BN.masked_fill_(torch.arange(width + 1, device=delta_BN.device) >= count_B1, 0.0)
-    return suffix_scan(delta_BN, factor_B).to(torch.float32), value_BN.to(torch.float32), entry_BT
-
-
-def _row_blocks(x_BT: Tensor) -> list[slice]:
-    """Slices of rows whose temporaries stay in a CPU's cache; an accelerator takes all rows at once."""
-    rows = max(1, CACHED // max(1, x_BT.shape[1])) if x_BT.device.type == "cpu" else len(x_BT)
-    return [slice(start, start + rows) for start in range(0, len(x_BT), rows)]
+    rewards_BN = pack(rewards_BT).scatter_add_(1, (count_B1 - 1).clamp(min=0), after_B1)
+    values_BN = None if values_BT is None else pack(values_BT)
+    running_BT = _scan(rewards_BN, values_BN, discount, factor).gather(1, entry_BT)
+    if not with_next:
+        return running_BT, steps_BT.new_empty(0)
+    values_BN = torch.zeros_like(rewards_BN) if values_BN is None else values_BN
+    return running_BT, values_BN.scatter(1, count_B1, bootstrap_B[:, None]).gather(1, entry_BT)
 
 
-def suffix_scan(x_BN: Tensor, factor_B: Tensor) -> Tensor:
-    """y[n] = x[n] + factor * y[n+1], float64, in blocks; a power that overflows is held at the largest number."""
+def _scan(rewards_BN: Tensor, values_BN: Tensor | None, discount: float, factor: "float | Tensor") -> Tensor:
+    """run where every column is a step, starting at zeros.
+
+    Blocks hand over in float64; within a block float32 loses nothing, unless its powers leave float32.
+    """
+    rows, width = rewards_BN.shape
+    power_K, weight_KK, tame = _powers(factor, rewards_BN.device)
+    near = F32 if tame else F64
+    rewards_BJK = _blocks(rewards_BN)
+    head_BJ = _sums(rewards_BJK, power_K[..., :-1])
+    delta_BJK = rewards_BJK.to(near, copy=True)
+    if values_BN is not None:
+        values_BJK = _blocks(values_BN)
+        # a value's share in the head of its block: less itself, and as the next one of the step before it
+        share_K = -power_K[..., :-1]
+        share_K[..., 1:] += discount * power_K[..., :-2]
+        head_BJ += _sums(values_BJK, share_K)
+        head_BJ[:, :-1] += discount * power_K[..., -2:-1] * values_BJK[:, 1:, 0]
+        delta_BJK -= values_BJK
+        delta_BJK.view(rows, -1)[:, :-1].add_(values_BJK.view(rows, -1)[:, 1:], alpha=discount)
+    run_BJ = suffix_scan(head_BJ, power_K[..., -1])
+    delta_BJK[:, :-1, -1] += (power_K[..., 1:2] * run_BJ[:, 1:]).to(near)
+    return (delta_BJK @ weight_KK.to(near)).view(rows, -1)[:, :width].to(F32)
+
+
+def suffix_scan(x_BN: Tensor, factor: Tensor) -> Tensor:
+    """y[n] = x[n] + factor * y[n+1], float64, in blocks. The factor is one, or one for each row."""
     rows, width = x_BN.shape
-    blocks = -(-width // BLOCK)
-    x_BJK = torch.nn.functional.pad(x_BN, (0, blocks * BLOCK - width)).view(rows, blocks, BLOCK)
-    uniform = bool((factor_B == factor_B[:1]).all())
-    exponent_K = torch.arange(BLOCK + 1, device=x_BN.device)
-    limit = torch.finfo(torch.float64).max
-    power_RK = (factor_B[:1] if uniform else factor_B)[:, None].pow(exponent_K).clamp(-limit, limit)
-    distance_KK = exponent_K[:BLOCK, None] - exponent_K[None, :BLOCK]  # source minus target
-    weight_RKK = torch.where(distance_KK >= 0, power_RK[:, distance_KK.clamp(min=0)], 0.0)
-    y_BJK = x_BJK @ weight_RKK
-    if blocks > 1:
-        head_BJ = suffix_scan(y_BJK[:, :, 0], power_RK[:, BLOCK].expand(rows))
+    power_K, weight_KK, _ = _powers(factor.item() if factor.ndim == 0 else factor, x_BN.device)
+    y_BJK = _blocks(x_BN) @ weight_KK
+    if y_BJK.shape[1] > 1:
+        head_BJ = suffix_scan(y_BJK[:, :, 0], power_K[..., BLOCK])
         after_BJ = torch.nn.functional.pad(head_BJ[:, 1:], (0, 1))
-        y_BJK = y_BJK + after_BJ[:, :, None] * power_RK[:, None, 1:].flip(2)
-    return y_BJK.view(rows, blocks * BLOCK)[:, :width]
+        y_BJK = y_BJK + after_BJ[:, :, None] * power_K[..., None, 1:].flip(-1)
+    return y_BJK.view(rows, -1)[:, :width]
+
+
+def _blocks(x_BN: Tensor) -> Tensor:
+    """[B,N] as [B,J,BLOCK], with zeros at the end."""
+    if missing := -x_BN.shape[1] % BLOCK:
+        x_BN = torch.nn.functional.pad(x_BN, (0, missing))
+    return x_BN.view(len(x_BN), -1, BLOCK)
+
+
+def _sums(x_BJK: Tensor, weight_K: Tensor) -> Tensor:
+    """Weighted sum of each block, float64; weights are [K] or [B,K]."""
+    x_BJK = x_BJK.to(F64)
+    return x_BJK @ weight_K if weight_K.ndim == 1 else (x_BJK @ weight_K[:, :, None])[..., 0]
+
+
+def _powers(factor: "float | Tensor", device: torch.device) -> tuple[Tensor, Tensor, bool]:
+    """Powers 0 to BLOCK, the weight of each source in each target of a block, and whether all this fits float32."""
+    return _known_powers(factor, device) if isinstance(factor, float) else _made_powers(factor[:, None])
+
+
+@lru_cache(maxsize=64)
+def _known_powers(factor: float, device: torch.device) -> tuple[Tensor, Tensor, bool]:
+    return _made_powers(torch.tensor([factor], dtype=F64, device=device))
+
+
+def _made_powers(factor: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """A power that overflows is held at the largest number."""
+    exponent_K = torch.arange(BLOCK + 1, device=factor.device)
+    limit = torch.finfo(F64).max
+    power_K = factor.pow(exponent_K).clamp(-limit, limit)
+    size_K = power_K.abs()
+    tame = ((size_K < 1e30) & ((size_K > 1e-30) | (size_K == 0))).all()
+    distance_KK = exponent_K[:BLOCK, None] - exponent_K[None, :BLOCK]  # source minus target
+    return power_K, torch.where(distance_KK >= 0, power_K[..., distance_KK.clamp(min=0)], 0.0), bool(tame)
 
 
 def row_moments(x_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and sum of squared deviations of each row's active entries, float64 [B]; zeros for an empty row."""
-    blocks = [_row_moments(x_BT[rows], mask_BT[rows] != 0) for rows in _row_blocks(x_BT)]
-    n_B, mean_B, m2_B = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-    return n_B, mean_B, m2_B
-
-
-def _row_moments(x_BT: Tensor, active_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    n_B = active_BT.sum(1).to(torch.float64)
-    x_BT = torch.where(active_BT, x_BT, 0.0)
-    mean_B = x_BT.sum(1, dtype=torch.float64) / n_B.clamp(min=1)
-    away_BT = torch.where(active_BT, x_BT - mean_B[:, None], 0.0)
-    return n_B, mean_B, away_BT.square_().sum(1)
+    n_B = mask_BT.sum(1).to(F64)
+    x_BT = select(mask_BT, x_BT).to(F64)
+    mean_B = x_BT.sum(1) / n_B.clamp(min=1)
+    away_BT = select(mask_BT.to(F64), x_BT - mean_B[:, None])
+    return n_B, mean_B, torch.linalg.vecdot(away_BT, away_BT)
 
 
 def merge_moments(n_U: Tensor, mean_U: Tensor, m2_U: Tensor, part_U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,3 +213,38 @@ def turn_counts(turn_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     zeros_B = torch.zeros(len(mask_BT), dtype=torch.int64, device=row_A.device)
     backwards_A = (same_row_A & (id_A[1:] < id_A[:-1])).to(torch.int64)
     return zeros_B.index_add(0, row_A, new_A), zeros_B.index_add(0, row_A[1:], backwards_A) == 0
+
+
+def discounted_sum(x: Tensor, factor: Tensor) -> Tensor:
+    """y[t] = x[t] + factor[t] * y[t+1] along the last dim of float32 tensors of one shape, summed in float64."""
+    if x.numel() == 0:
+        return x.clone()
+    x_BT, factor_BT = (each.reshape(-1, each.shape[-1]) for each in (x, factor))
+    return torch.cat([_discounted_sum(x_BT[r], factor_BT[r]) for r in _row_blocks(x_BT)]).to(x.dtype).view(x.shape)
+
+
+def _row_blocks(x_BT: Tensor) -> list[slice]:
+    """Slices of rows whose temporaries stay in a CPU's cache; an accelerator takes all rows at once."""
+    rows = max(1, CACHED // max(1, x_BT.shape[1])) if x_BT.device.type == "cpu" else len(x_BT)
+    return [slice(start, start + rows) for start in range(0, len(x_BT), rows)]
+
+
+def _discounted_sum(x_BT: Tensor, factor_BT: Tensor) -> Tensor:
+    """Float64. Column by column inside all blocks of a row at once, then what comes from behind each block."""
+    rows, width = x_BT.shape
+    blocks = -(-width // BLOCK)
+
+    def by_column(x_BT: Tensor) -> Tensor:
+        padded_BT = torch.nn.functional.pad(x_BT.to(torch.float64), (0, blocks * BLOCK - width))
+        return padded_BT.view(rows, blocks, BLOCK).permute(2, 0, 1).contiguous()
+
+    y_KBJ, factor_KBJ = by_column(x_BT), by_column(factor_BT)
+    for k in reversed(range(BLOCK - 1)):
+        y_KBJ[k].addcmul_(factor_KBJ[k], y_KBJ[k + 1])
+        factor_KBJ[k].mul_(factor_KBJ[k + 1])
+    if blocks > 1:
+        limit = torch.finfo(torch.float64).max  # 0 * inf would be NaN
+        factor_KBJ = factor_KBJ.clamp_(-limit, limit)
+        head_BJ = _discounted_sum(y_KBJ[0], factor_KBJ[0])
+        y_KBJ.addcmul_(factor_KBJ, torch.nn.functional.pad(head_BJ[:, 1:], (0, 1)))
+    return y_KBJ.permute(1, 2, 0).reshape(rows, blocks * BLOCK)[:, :width]

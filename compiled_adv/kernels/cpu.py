@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_adv.kernels import FAKES, LIBRARY, SCHEMAS, build
+from compiled_adv.kernels import FAKES, LIBRARY, SCHEMAS, build, map_rows
 from compiled_adv.memory import POOL
 
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
@@ -21,6 +21,7 @@ SIGNATURES = {
     "row_moments": (_P, _N, _P, _N, _P, _P, _P, _N, _N, _I),
     "merge_moments": (_P, _P, _P, _P, _P, _P, _P, _N),
     "turns": (_P, _N, _P, _N, _P, _N, _P, _N, _P, _P, _P, _P, _P, _N, _N, _I),
+    "discounted_sum": (_P, _N, _P, _N, _P, _N, _N, _I),
 }
 
 
@@ -35,11 +36,13 @@ def operators() -> dict[Any, Any]:
         "merge_moments": _merge_moments,
         "turn_totals": _turn_totals,
         "turn_counts": _turn_counts,
+        "discounted_sum": _discounted_sum,
     }.items():
         LIBRARY.define(f"{name}_cpu{SCHEMAS[name]}")
         LIBRARY.impl(f"{name}_cpu", _bound(fn, functions), "CPU")
         torch.library.register_fake(f"compiled_adv::{name}_cpu", FAKES[name], lib=LIBRARY)
         made[getattr(torch.ops.compiled_adv, name)] = getattr(torch.ops.compiled_adv, f"{name}_cpu").default
+    map_rows("discounted_sum_cpu")
     return made
 
 
@@ -57,8 +60,9 @@ def _bound(fn: Any, functions: ctypes.CDLL) -> Any:
 
 def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor, copied only if its dtype or its inner stride is not ours. The caller keeps it alive."""
-    if x.dtype is not dtype:
-        x = x.to(dtype)
+    if x.dtype is dtype and x.is_contiguous():
+        return x
+    x = x.to(dtype)
     return x if x.shape[-1] < 2 or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -102,10 +106,19 @@ def _row_moments(functions, x, mask):
 
 
 def _merge_moments(functions, n, mean, m2, part):
-    units = (_flat(n, F64), _flat(mean, F64), _flat(m2, F64), _flat(part, I64))
-    merged = tuple(torch.empty(len(n), dtype=F64) for _ in range(3))
-    functions.merge_moments(*(x.data_ptr() for x in (*units, *merged)), len(n))
-    return merged
+    n, mean, m2, part = _flat(n, F64), _flat(mean, F64), _flat(m2, F64), _flat(part, I64)
+    to_n, to_mean, to_m2 = torch.empty_like(n), torch.empty_like(n), torch.empty_like(n)
+    functions.merge_moments(
+        n.data_ptr(),
+        mean.data_ptr(),
+        m2.data_ptr(),
+        part.data_ptr(),
+        to_n.data_ptr(),
+        to_mean.data_ptr(),
+        to_m2.data_ptr(),
+        n.shape[0],
+    )
+    return to_n, to_mean, to_m2
 
 
 def _turn_totals(functions, rewards, values, turn_ids, mask):
@@ -137,3 +150,12 @@ def _turns(functions, rewards, values, turn_ids, mask, *out):
         torch.get_num_threads(),
     )
     return counts, ordered
+
+
+def _discounted_sum(functions, x, factor):
+    shape, columns = x.shape, x.shape[-1]
+    x, factor = (_flat(each.reshape(-1, columns), F32) for each in (x, factor))
+    out = POOL.empty(x.shape, F32)
+    if out.numel():
+        functions.discounted_sum(*_at(x), *_at(factor), out.data_ptr(), *x.shape, torch.get_num_threads())
+    return out.view(shape)

@@ -56,6 +56,17 @@ inline int32_t largest(i8 x) {
     return x[0];
 }
 
+// Four columns of four rows.
+inline void load(const float* const* rows, int64_t t, f4* columns) {
+    for (int k = 0; k < 4; ++k) columns[k] = *(const f4u*)(rows[k] + t);
+    transpose(columns[0], columns[1], columns[2], columns[3]);
+}
+
+inline void store(float* const* rows, int64_t t, f4* columns) {
+    transpose(columns[0], columns[1], columns[2], columns[3]);
+    for (int k = 0; k < 4; ++k) *(f4u*)(rows[k] + t) = columns[k];
+}
+
 inline double total(d8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 
 // Four rows side by side, right to left: a step's delta in float, the running sum in double. A row beyond the last is
@@ -72,16 +83,6 @@ template <bool CRITIC, bool NEXT> struct Recurrence {
         after = on ? value : after;
         run = __builtin_convertvector(step, d4) != 0.0 ? __builtin_convertvector(delta, d4) + factor * run : run;
         return __builtin_convertvector(run, f4);
-    }
-
-    inline void load(const float* const* rows, int64_t t, f4* columns) const {
-        for (int k = 0; k < 4; ++k) columns[k] = *(const f4u*)(rows[k] + t);
-        transpose(columns[0], columns[1], columns[2], columns[3]);
-    }
-
-    inline void store(float* const* rows, int64_t t, f4* columns) const {
-        transpose(columns[0], columns[1], columns[2], columns[3]);
-        for (int k = 0; k < 4; ++k) *(f4u*)(rows[k] + t) = columns[k];
     }
 
     void walk(int64_t columns) {
@@ -105,6 +106,34 @@ template <bool CRITIC, bool NEXT> struct Recurrence {
             for (int c = 3; c >= 0; --c) out[c] = column(reward[c], value[c], step[c]), held[c] = after;
             store(running, t, out);
             if (NEXT) store(next, t, held);
+        }
+    }
+};
+
+// Four rows side by side, right to left, in double.
+struct DiscountedSum {
+    const float *x[4], *factor[4];
+    float* out[4];
+    d4 run = {};
+
+    inline f4 column(f4 x, f4 factor) {
+        run = __builtin_convertvector(x, d4) + __builtin_convertvector(factor, d4) * run;
+        return __builtin_convertvector(run, f4);
+    }
+
+    void walk(int64_t columns) {
+        int64_t t = columns;
+        for (; t % 4; --t) {
+            f4 number, by;
+            for (int k = 0; k < 4; ++k) number[k] = x[k][t - 1], by[k] = factor[k][t - 1];
+            number = column(number, by);
+            for (int k = 0; k < 4; ++k) out[k][t - 1] = number[k];
+        }
+        for (t -= 4; t >= 0; t -= 4) {
+            f4 number[4], by[4];
+            load(x, t, number), load(factor, t, by);
+            for (int c = 3; c >= 0; --c) number[c] = column(number[c], by[c]);
+            store(out, t, number);
         }
     }
 };
@@ -272,6 +301,20 @@ void turns(const float* rewards, int64_t rewards_row, const float* values, int64
                         mask + row * mask_row, ids + row * ids_row, out(rewards_out), out(values_out), out(ends_out)};
             turns.walk(columns);
             counts[row] = turns.count, ordered[row] = turns.ordered;
+        }
+    });
+}
+
+void discounted_sum(const float* x, int64_t x_row, const float* factor, int64_t factor_row, float* out, int64_t rows,
+                    int64_t columns, int threads) {
+    over_rows(rows, columns, 4, threads, [&](int64_t first, int64_t last) {
+        for (; first < last; first += 4) {
+            DiscountedSum sum;
+            for (int k = 0; k < 4; ++k) {
+                const int64_t row = std::min(first + k, rows - 1);
+                sum.x[k] = x + row * x_row, sum.factor[k] = factor + row * factor_row, sum.out[k] = out + row * columns;
+            }
+            sum.walk(columns);
         }
     });
 }

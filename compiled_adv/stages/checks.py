@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import columns, fact, finite, roll_left, select, shift_left
+from compiled_adv.stages.select import columns, fact, finite, select, shift_left
 
 
 class Check(Stage):
@@ -56,37 +56,39 @@ class OneCheck(Stage):
 
 
 class InsideAttention(Check):
-    """Tokens are generated inside attention_mask."""
+    """Tokens are generated inside attention_mask; the first token, which may have wrapped, is FirstToken's own."""
 
     of = "loss_mask"
-    reads = ("loss_mask", "lengths")
+    reads = ("loss_mask", "lengths", "facts")
     flags = ("loss_mask_outside_attention",)
 
-    def violations(self, own_mask_BT, lengths_B):
-        return where_true((columns(own_mask_BT) >= lengths_B[:, None]) & (own_mask_BT != 0))
+    def violations(self, mask_BT, lengths_B, facts):
+        column_T = columns(mask_BT)
+        outside_BT = (column_T >= lengths_B[:, None] - 1) & (column_T < fact(facts, "tokens") - 1)
+        return torch.where(outside_BT, mask_BT, 0.0)
 
 
 class FiniteLogprobs(Check):
     """Of generated tokens: after alignment the same ones, but for a first token that strict rules shift out."""
 
-    of = "logprobs"
-    reads = ("logprobs", "loss_mask", "facts")
+    of = "behavior_logprobs"
+    reads = ("behavior_logprobs",)
     flags = ("nonfinite_logprobs",)
 
-    def violations(self, own_BT, mask_BT, facts):
-        return unless_finite(mask_BT, roll_left(own_BT, fact(facts, "tokens")))
+    def violations(self, logprobs_BT):
+        return logprobs_BT * 0.0
 
 
-class FiniteFirstToken(Stage):
-    """The first column's own slots, which strict rules shift out."""
+class FirstToken(Stage):
+    """The same for the first column's own slots, which alignment wraps or shifts out."""
 
-    reads = ("loss_mask", "logprobs", "token_rewards?")
-    flags = ("nonfinite_logprobs", "nonfinite_token_rewards")
+    reads = ("loss_mask", "lengths", "logprobs", "token_rewards?")
+    flags = ("loss_mask_outside_attention", "nonfinite_logprobs", "nonfinite_token_rewards")
 
-    def forward(self, own_mask_BT, logprobs_BT, token_rewards_BT):
+    def forward(self, own_mask_BT, lengths_B, logprobs_BT, token_rewards_BT):
         first_B = own_mask_BT[:, 0] != 0
-        rewards_BT = own_mask_BT if token_rewards_BT is None else token_rewards_BT
-        return first_B & ~finite(logprobs_BT[:, 0]), first_B & ~finite(rewards_BT[:, 0])
+        rewards_B = torch.zeros_like(logprobs_BT[:, 0]) if token_rewards_BT is None else token_rewards_BT[:, 0]
+        return first_B & (lengths_B == 0), first_B & ~finite(logprobs_BT[:, 0]), first_B & ~finite(rewards_B)
 
 
 class FiniteProxLogp(Check):
@@ -126,12 +128,12 @@ class FiniteValues(Check):
 class FiniteTokenRewards(Check):
     """Of generated tokens: after alignment the same ones, but for a first token that strict rules shift out."""
 
-    of = "token_rewards"
-    reads = ("token_rewards", "loss_mask", "facts")
+    of = "aligned_rewards"
+    reads = ("aligned_rewards",)
     flags = ("nonfinite_token_rewards",)
 
-    def violations(self, own_BT, mask_BT, facts):
-        return unless_finite(mask_BT, roll_left(own_BT, fact(facts, "tokens")))
+    def violations(self, rewards_BT):
+        return rewards_BT * 0.0
 
 
 class UniformTurns(Check):
@@ -177,12 +179,11 @@ class WeightRange(Check):
 
 
 class FiniteResult(Check):
-    """Nothing overflowed float32."""
+    """Nothing overflowed float32. Total rewards that overflow on an action show in its advantage."""
 
     of = "advantages"
-    reads = ("advantages", "returns", "tot_rewards")
+    reads = ("advantages", "returns")
     flags = ("nonfinite_result",)
 
-    def violations(self, advantages_BT, returns_BT, tot_rewards_BT):
-        # each by itself: two large numbers may overflow in a sum that nobody asked for
-        return advantages_BT * 0.0 + returns_BT * 0.0 + tot_rewards_BT * 0.0
+    def violations(self, advantages_BT, returns_BT):
+        return advantages_BT * 0.0 + returns_BT * 0.0

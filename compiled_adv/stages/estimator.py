@@ -43,18 +43,18 @@ class OutcomeEverywhere(Stage):
     """Token GAE where it is a broadcast: nothing but the outcome, undiminished, on every column up to its own."""
 
     slot = "actor.advantage.estimator"
-    reads = ("scores", "lengths", "actions", "is_truncated", "outcome")
-    writes = ("advantages", "returns", "tot_rewards")
+    reads = ("scores", "lengths", "actions", "is_truncated")
+    writes = ("advantages", "returns")
 
     place: PlaceOutcome
 
-    def forward(self, scores_B, lengths_B, actions_BT, is_truncated_B, outcome_BT):
+    def forward(self, scores_B, lengths_B, actions_BT, is_truncated_B):
         column_B = self.place.column((lengths_B - 2).clamp(min=0), actions_BT)
         seen_B = (column_B >= 0) & (at_column(actions_BT, column_B.clamp(min=0)) > 0)
         seen_B = seen_B & ~((is_truncated_B > 0) & self.place.mask_no_eos)
         score_B = torch.where(seen_B, scores_B.to(torch.float32), 0.0)
         advantages_BT = torch.where(columns(actions_BT) <= column_B[:, None], score_B[:, None], 0.0)
-        return advantages_BT, advantages_BT.clone(), outcome_BT.clone()
+        return advantages_BT, advantages_BT.clone()
 
 
 class BootstrapValues(Stage):
@@ -145,34 +145,36 @@ class ConstantLambda(Stage):
         return torch.full_like(lengths_B, self.value, dtype=torch.float64)
 
 
+class TotalRewards(Stage):
+    """All rewards of each column: outcome, KL and folded process rewards."""
+
+    reads = ("outcome", "kl?", "folded?")
+    writes = ("tot_rewards",)
+
+    def forward(self, outcome_BT, kl_BT, folded_BT):
+        if kl_BT is None and folded_BT is None:
+            return outcome_BT.clone()
+        total_BT = outcome_BT if kl_BT is None else outcome_BT + kl_BT
+        return total_BT if folded_BT is None else total_BT + folded_BT
+
+
 class TokenGAE(Stage):
     """One step per active column; every other column shows the state carried back to it."""
 
     slot = "actor.advantage.estimator"
-    reads = (
-        "outcome",
-        "kl?",
-        "folded?",
-        "values?",
-        "bootstrap_values?",
-        "loss_mask",
-        "is_truncated",
-        "gae_lambda",
-        "facts",
-    )
-    writes = ("advantages", "returns", "tot_rewards")
+    reads = ("tot_rewards", "values?", "bootstrap_values?", "loss_mask", "is_truncated", "gae_lambda", "facts")
+    writes = ("advantages", "returns")
 
     discount: float
 
-    def forward(self, outcome_BT, kl_BT, folded_BT, values_BT, bootstrap_B, mask_BT, is_truncated_B, lambda_B, facts):
-        total_BT = total(outcome_BT, kl_BT, folded_BT)
+    def forward(self, rewards_BT, values_BT, bootstrap_B, mask_BT, is_truncated_B, lambda_B, facts):
         after_B = bootstrap(bootstrap_B, is_truncated_B)
         end = fact(facts, "tokens") - 1  # a mask that wrapped into the last column is no step
         advantages_BT, _ = kernels.backward_recurrence(
-            total_BT, values_BT, mask_BT, after_B, self.discount, lambda_B, end, False
+            rewards_BT, values_BT, mask_BT, after_B, self.discount, lambda_B, end, False
         )
         returns_BT = advantages_BT.clone() if values_BT is None else advantages_BT + clean(values_BT)
-        return advantages_BT, returns_BT, total_BT
+        return advantages_BT, returns_BT
 
 
 class TurnGAE(Stage):
@@ -183,16 +185,14 @@ class TurnGAE(Stage):
         "turn_rewards",
         "turn_values",
         "turn_ends",
-        "outcome",
         "kl?",
-        "folded?",
         "values?",
         "bootstrap_values?",
         "loss_mask",
         "is_truncated",
         "gae_lambda",
     )
-    writes = ("advantages", "returns", "tot_rewards")
+    writes = ("advantages", "returns")
 
     discount: float
 
@@ -201,16 +201,13 @@ class TurnGAE(Stage):
         turn_rewards_BT,
         turn_values_BT,
         ends_BT,
-        outcome_BT,
         kl_BT,
-        folded_BT,
         values_BT,
         bootstrap_B,
         mask_BT,
         is_truncated_B,
         lambda_B,
     ):
-        total_BT = total(outcome_BT, kl_BT, folded_BT)
         after_B = bootstrap(bootstrap_B, is_truncated_B)
         critic = values_BT is not None
         running_BT, value_BT = kernels.backward_recurrence(
@@ -221,15 +218,7 @@ class TurnGAE(Stage):
             returns_BT = torch.where(mask_BT > 0, running_BT + value_BT, clean(values_BT))
         else:
             returns_BT = run_BT.clone()
-        return run_BT if kl_BT is None else run_BT + kl_BT, returns_BT, total_BT
-
-
-def total(outcome_BT: Tensor, kl_BT: Tensor | None, folded_BT: Tensor | None) -> Tensor:
-    """All rewards of each column, as a tensor of its own."""
-    if kl_BT is None and folded_BT is None:
-        return outcome_BT.clone()
-    total_BT = outcome_BT if kl_BT is None else outcome_BT + kl_BT
-    return total_BT if folded_BT is None else total_BT + folded_BT
+        return run_BT if kl_BT is None else run_BT + kl_BT, returns_BT
 
 
 def clean(values: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ class Additive(Stage):
     """A + r."""
 
     slot = "actor.advantage.process_adv_shaping"
-    reads = ("advantages", "direct", "loss_mask")
+    reads = ("advantages", "direct")
     writes = ("advantages",)
 
-    def forward(self, advantages_BT, direct_BT, mask_BT):
-        return torch.where(mask_BT > 0, advantages_BT + direct_BT, advantages_BT)
+    def forward(self, advantages_BT, direct_BT):
+        return advantages_BT + direct_BT  # direct rewards are 0 off the mask
 
 
 class GVPO(Stage):
@@ -27,20 +27,20 @@ class GVPO(Stage):
     """
 
     slot = "actor.advantage.process_adv_shaping"
-    reads = ("advantages", "direct", "loss_mask", "gvpo")
+    reads = ("advantages", "direct", "gvpo")
     writes = ("advantages",)
 
     negative_scale: float | None = None
     zero_penalty: float | None = None
     zero_eps: float | None = None
 
-    def forward(self, advantages_BT, direct_BT, mask_BT, call):
+    def forward(self, advantages_BT, direct_BT, call):
         negative_scale, zero_penalty, zero_eps = (
             call[i] if (fixed := getattr(self, name)) is None else fixed for i, name in enumerate(NUMBERS)
         )
         failed_BT = torch.where(advantages_BT < -zero_eps, advantages_BT * (1 + negative_scale), -zero_penalty)
         failed_BT = torch.where(advantages_BT > zero_eps, 0.0, failed_BT)
-        return torch.where((mask_BT > 0) & (direct_BT < 0), failed_BT, advantages_BT)
+        return torch.where(direct_BT < 0, failed_BT, advantages_BT)
 
 
 class ProcessWeighted(Stage):

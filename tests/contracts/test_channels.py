@@ -482,6 +482,8 @@ def test_process_shaping_acts_on_active_tokens_alone(run):
     batch = rows("pgpg", rewards=[3.0], token_rewards=[[9.0, -1.0, 9.0, 0.5]])
     assert run(batch)["advantages"].tolist() == [[2.0, 3.0, 3.5, 0.0]]
     assert run(batch, advantage_shaping_mode="gvpo")["advantages"].tolist() == [[0.0, 3.0, 3.0, 0.0]]
+    batch = rows("pgpg", rewards=[3.0], token_rewards=[[9.0, 0.25, 9.0, 0.5]])
+    assert run(batch, advantage_shaping_mode="process_weighted")["advantages"].tolist() == [[0.75, 3.0, 1.5, 0.0]]
 
 
 def test_process_shaping_comes_after_adv_norm(run):

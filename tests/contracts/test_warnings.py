@@ -267,6 +267,14 @@ def test_rollouts_are_compared_by_their_references(run):
     assert warned(run, rows("pg", "pg", rewards=[1.0, 2.0]), BY_BATCH, meta)["zero_spread_groups"] == [0, 1]
 
 
+def test_under_strict_rules_only_members_that_count_are_compared(run):
+    # the first prompt: a cleared row beside one that counts; the second: nothing but cleared rows
+    batch = rows("pg", "pg", "pg", "pg", rewards=[1.0, 2.0, 3.0, 3.0], is_truncated=[True, False, True, True])
+    found = {rules: warned(run, batch, MASK_NO_EOS | BY_GROUP, rules=rules) for rules in RULES}
+    assert found["default"]["zero_spread_groups"] == [2, 3]
+    assert found["strict"]["zero_spread_groups"] == [0, 1]
+
+
 @pytest.mark.parametrize("actor", [{}, {"reward_norm": RAW}])
 def test_without_a_level_no_spread_is_looked_for(run, actor):
     assert warned(run, rows("pg", "pg"), actor) == {}
@@ -317,6 +325,12 @@ def test_leave_one_out_over_a_batch_of_one_is_warned_of(run, rules):
 
 def test_all_rows_of_the_only_rollout_are_listed(run):
     assert warned(run, rows("pg", "pg"), LOO, meta_of(2, groups=[group(2)]))["loo_alone"] == [0, 1]
+
+
+def test_only_the_member_that_counts_is_alone(run):
+    batch = rows("pg", "pg", rewards=[1.0, 2.0], is_truncated=[True, False])
+    assert "loo_alone" not in warned(run, batch, MASK_NO_EOS | LOO)
+    assert warned(run, batch, MASK_NO_EOS | LOO, rules="strict")["loo_alone"] == [1]
 
 
 @pytest.mark.parametrize(("rules", "score"), [("default", 3.0), ("strict", 0.0)])

@@ -19,7 +19,6 @@ from compiled_adv.errors import (
     ConfigNotFound,
     ConflictingSettings,
     InvalidValue,
-    NotBuilt,
     UnknownKey,
     UnknownName,
 )
@@ -406,9 +405,32 @@ def test_unknown_rules_and_backends_are_refused_with_the_known_ones(key):
         load_config(advantage(**{key: "lenient"}))
 
 
-def test_shadow_says_that_it_is_not_built_yet():
-    with pytest.raises(NotBuilt, match="actor.advantage.shadow"):
-        load_config(advantage(shadow={"backend": "eager"}))
+def test_a_shadow_names_what_it_runs_against_and_how_often():
+    assert load_config(advantage()).advantage.shadow is None
+    assert load_config(advantage(shadow={"against": "eager"})).advantage.shadow.every == 1
+    assert load_config(advantage(shadow={"against": "eager", "every": 50})).advantage.shadow.every == 50
+
+
+@pytest.mark.parametrize("shadow", [{}, {"every": 2}, {"against": None}, {"against": 1}, {"against": len}])
+def test_a_shadow_without_the_name_of_its_opponent_is_refused(shadow):
+    with pytest.raises(InvalidValue, match="actor.advantage.shadow.against"):
+        load_config(advantage(shadow=shadow))
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
+def test_a_shadow_runs_on_every_nth_batch_for_a_positive_n(every):
+    with pytest.raises(InvalidValue, match="actor.advantage.shadow.every"):
+        load_config(advantage(shadow={"against": "eager", "every": every}))
+
+
+def test_a_shadow_given_as_a_bare_string_is_answered_with_the_mapping_to_write():
+    with pytest.raises(InvalidValue, match="shadow: {against: reference, every: 1}"):
+        load_config(advantage(shadow="reference"))
+
+
+def test_an_unknown_key_of_a_shadow_is_refused_with_the_known_ones():
+    with pytest.raises(UnknownKey, match="against, every"):
+        load_config(advantage(shadow={"against": "eager", "each": 2}))
 
 
 # ---- the length penalty ----
