@@ -1,6 +1,7 @@
 # make demo   set up .venv and compute advantages of the embedded real rollouts
 # make test   set up .venv and run the tests
 # make lint   set up .venv, then ruff and mypy
+# make fuzz   whatever may arrive from outside, for MINUTES=30; FUZZ_BACKENDS=eager,compiled takes the compiler in
 # make peers  set up .venv-peers: areal, verl and torchrl for the benchmarks (2.3 GB, a few minutes)
 # make bench  time the small ladder into perf/results/bench.json, against the peers where .venv-peers is
 SHELL := /bin/bash
@@ -14,7 +15,9 @@ PEERS := .venv-peers/installed
 # The peers' environment can run everything; without it the benchmarks leave the peers out.
 BENCH_BIN = $(if $(wildcard $(PEERS)),.venv-peers/bin,$(BIN))
 
-.PHONY: demo test lint peers bench
+MINUTES ?= 30
+
+.PHONY: demo test lint fuzz peers bench
 
 demo: $(STAMP)
 	$(BIN)/compiled-adv run
@@ -25,6 +28,9 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 nice $(BIN)/python -W ignore -m tests.fuzz $(MINUTES)
 
 peers: $(PEERS)
 

@@ -12,6 +12,7 @@ from compiled_adv.batch import RolloutGroup, TrajBatchMeta, concat_batch, split_
 from compiled_adv.compiler import Compute, build
 from compiled_adv.errors import AdvantageWarning, CompiledAdvError
 from compiled_adv.gae import GAELambdaContext, GAELambdaInputs
+from compiled_adv.plugins import discounted_sum, pad_safe, per_group, per_trajectory
 from compiled_adv.spec import Spec, load_config
 
 __all__ = [
@@ -32,6 +33,10 @@ __all__ = [
     "TrajBatchMeta",
     "build",
     "concat_batch",
+    "discounted_sum",
     "load_config",
+    "pad_safe",
+    "per_group",
+    "per_trajectory",
     "split_batch",
 ]

@@ -5,8 +5,8 @@ the Program, which reports them as flags (status.py).
 """
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv.advantage import AdvantageInputs
-from compiled_adv.batch import TrajBatchMeta, as_meta, check_meta, covers
+from compiled_adv.batch import TrajBatchMeta, as_meta, check_meta, check_tensor, covers
 from compiled_adv.channel import INPUTS, OPTIONAL
 from compiled_adv.errors import (
     BadMask,
@@ -26,6 +26,7 @@ from compiled_adv.errors import (
     WrongDtype,
     WrongShape,
     WrongType,
+    listed,
     shown,
     suggest,
 )
@@ -36,14 +37,6 @@ from compiled_adv.spec import Spec
 
 REQUIRED = ("input_ids", "attention_mask", "loss_mask", "rewards", "logprobs")
 MASKS = ("loss_mask", "is_truncated")
-
-# Dtypes that every operation takes; the rest (float8, bits, 4-bit numbers) store, and compute nothing.
-COMPUTABLE = frozenset(
-    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    + (torch.uint16, torch.uint32, torch.uint64)
-    + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    + (torch.complex32, torch.complex64, torch.complex128)  # refused with a message of their own
-)
 
 
 @dataclass(frozen=True)
@@ -72,6 +65,8 @@ class Admitted:
     tokens: int
     device: torch.device
     channels: dict[str, Tensor]
+    # What users' functions gave, by stage: whoever computes this call again does not call them again.
+    answers: dict[str, Sequence[Tensor]] = field(default_factory=dict)
 
     @property
     def inputs(self) -> AdvantageInputs:
@@ -126,8 +121,7 @@ def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> 
         raise WrongType("a batch is a mapping from names to tensors", at="batch", found=type(batch).__name__)
     for key in REQUIRED:
         if batch.get(key) is None:
-            keys = ", ".join(each if isinstance(each, str) else shown(each) for each in batch)
-            raise MissingKey(f"the batch has no '{key}'", at="batch", found=f"keys {keys}")
+            raise MissingKey(f"the batch has no '{key}'", at="batch", found=f"keys {listed(batch)}")
     if resolved.compute is None:
         _check_needed(batch, spec)
 
@@ -196,12 +190,7 @@ def _tensor(batch: Mapping[str, Any], key: str) -> Tensor:
     x = batch[key]
     if not isinstance(x, Tensor):
         raise WrongType(f"'{key}' must be a tensor", at=f"batch['{key}']", found=type(x).__name__)
-    if x.layout != torch.strided or x.is_quantized or x.is_nested or x.device.type == "meta":
-        found = f"{x.layout}, {x.dtype}, {x.device}"
-        raise WrongType(f"'{key}' must be a plain tensor", at=f"batch['{key}']", found=found)
-    if x.dtype not in COMPUTABLE:
-        hint = f"batch['{key}'].to(torch.float32)"
-        raise WrongDtype(f"'{key}' has a dtype for storage alone", at=f"batch['{key}']", found=x.dtype, hint=hint)
+    check_tensor(key, x, f"batch['{key}']")
     return x
 
 

@@ -20,6 +20,7 @@ from compiled_adv.errors import (
     WrongDtype,
     WrongShape,
     WrongType,
+    listed,
     shown,
     suggest,
 )
@@ -28,6 +29,14 @@ from compiled_adv.scalars import is_finite, is_integer, plain
 # Columns of these are tokens: in each prompt they are exactly as wide as its attention_mask.
 TOKEN_KEYS = frozenset(
     "input_ids attention_mask loss_mask logprobs prox_logp ref_logp values turn_ids token_rewards".split()
+)
+
+# Dtypes that torch computes with; the rest (float8, bits, 4-bit numbers) are for storage alone.
+COMPUTABLE = frozenset(
+    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    + (torch.uint16, torch.uint32, torch.uint64)
+    + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    + (torch.complex32, torch.complex64, torch.complex128)
 )
 
 LONGEST_LIST = 1 << 24
@@ -129,6 +138,7 @@ def split_batch(batch: Mapping[str, Any], meta: Any) -> list[dict[str, Any]]:
         traj: dict[str, Any] = {}
         for key, value in batch.items():
             if isinstance(value, Tensor):
+                check_tensor(key, value, f"batch['{key}']")
                 if value.ndim == 0 or value.shape[0] != n_rows:
                     found = f"{list(value.shape)} for {n_rows} rows"
                     raise WrongShape(f"'{key}' does not have one entry per row", at=f"batch['{key}']", found=found)
@@ -147,6 +157,15 @@ def split_batch(batch: Mapping[str, Any], meta: Any) -> list[dict[str, Any]]:
         out.append(traj)
         start += size
     return out
+
+
+def check_tensor(key: object, x: Tensor, at: str) -> None:
+    """Refuse what holds no numbers of its own, or none that torch computes with."""
+    if x.layout != torch.strided or x.is_quantized or x.is_nested or x.device.type == "meta":
+        raise WrongType(f"'{key}' must be a plain tensor", at=at, found=f"{x.layout}, {x.dtype}, {x.device}")
+    if x.dtype not in COMPUTABLE:
+        hint = f"{at}.to(torch.float32)"
+        raise WrongDtype(f"'{key}' has a dtype that torch does not compute with", at=at, found=x.dtype, hint=hint)
 
 
 # ---- metadata ----
@@ -205,7 +224,7 @@ def _check_group(group: RolloutGroup, n_rows: int, at: str) -> None:
 
 
 def _check_trajs(trajs: Sequence[Mapping[str, Any]]) -> None:
-    """A list of mappings with the same keys."""
+    """A list of mappings with the same keys and no tensor but plain ones."""
     if not isinstance(trajs, (list, tuple)):
         what = "concat_batch takes a list with one mapping per prompt"
         raise WrongType(what, at="batch", found=type(trajs).__name__)
@@ -214,6 +233,9 @@ def _check_trajs(trajs: Sequence[Mapping[str, Any]]) -> None:
     for i, traj in enumerate(trajs):
         if not isinstance(traj, Mapping):
             raise WrongType("a prompt is not a mapping", at=f"batch[{i}]", found=type(traj).__name__)
+        for key, x in traj.items():
+            if isinstance(x, Tensor):
+                check_tensor(key, x, f"batch[{i}]['{key}']")
     union = {key: i for i, traj in enumerate(trajs) for key in traj if key != "rollout_group"}
     for key, holder in union.items():
         for i, traj in enumerate(trajs):
@@ -232,7 +254,7 @@ def _rows(traj: Mapping[str, Any], i: int, width: int) -> int:
     """Rows of one prompt, on which all its tensors agree."""
     tensors = {key: x for key, x in traj.items() if isinstance(x, Tensor)}
     if not tensors:
-        raise EmptyBatch("a prompt holds no tensor", at=f"batch[{i}]", found=f"keys {', '.join(traj)}")
+        raise EmptyBatch("a prompt holds no tensor", at=f"batch[{i}]", found=f"keys {listed(traj)}")
     anchor = tensors.get("attention_mask", next(iter(tensors.values())))
     n_rows = anchor.shape[0] if anchor.ndim else 0
     for key, x in tensors.items():
@@ -244,7 +266,7 @@ def _rows(traj: Mapping[str, Any], i: int, width: int) -> int:
             what = f"'{key}' does not have one entry per token"
             raise WrongShape(what, at=f"batch[{i}]['{key}']", found=f"{list(x.shape)}, not {[n_rows, width]}")
     if n_rows == 0:
-        raise EmptyBatch("a prompt has no rows", at=f"batch[{i}]", found=f"keys {', '.join(tensors)}")
+        raise EmptyBatch("a prompt has no rows", at=f"batch[{i}]", found=f"keys {listed(tensors)}")
     return n_rows
 
 

@@ -34,7 +34,10 @@ class Cache:
         self._slots = [0, 0]  # used, computed
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The executable of a key. A second thread that asks for one in the making waits for it."""
+        """The executable of a key. A second thread that asks for one in the making waits for it.
+
+        None, where `make` has none to give, is not kept.
+        """
         with self._lock:
             if key in self._executables:
                 self._counts["hits"] += 1
@@ -43,6 +46,8 @@ class Cache:
             self._counts["misses"] += 1
             start = time.perf_counter()
             executable = make()
+            if executable is None:
+                return None
             self._compile_seconds += time.perf_counter() - start
             self._counts["compiles"] += 1
             self._executables[key] = executable
@@ -50,6 +55,12 @@ class Cache:
                 self._executables.popitem(last=False)
                 self._counts["evictions"] += 1
             return executable
+
+    def forget(self, wanted: Callable[[Any], bool]) -> None:
+        """Drop the executables of these keys."""
+        with self._lock:
+            for key in [key for key in self._executables if wanted(key)]:
+                del self._executables[key]
 
     def served(self, used: int, computed: int) -> None:
         """Count the slots of one call."""

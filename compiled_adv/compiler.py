@@ -4,11 +4,13 @@
 """
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,16 +18,36 @@ from torch import Tensor
 
 from compiled_adv import reference
 from compiled_adv.admit import Admitted, admit, admit_call, legal_modes, mask_as, read_keys
-from compiled_adv.batch import concat_batch, split_batch
+from compiled_adv.batch import TrajBatchMeta, as_meta, concat_batch, split_batch
 from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, boundaries, rungs
 from compiled_adv.cache import Cache
 from compiled_adv.channel import OPTIONAL, OUTPUTS
-from compiled_adv.errors import CompileFailed, CompilerMissing, Forked, NotWarm, ResultsDiffer
+from compiled_adv.errors import (
+    BuildFailed,
+    CompileFailed,
+    CompilerMissing,
+    Forked,
+    InvalidValue,
+    NotWarm,
+    ResultsDiffer,
+)
 from compiled_adv.executable import CompiledExecutable, EagerExecutable, example_channels
+from compiled_adv.inductor import NotCaptured
 from compiled_adv.passes import DEFAULT
 from compiled_adv.pipeline import Pipeline, wire
+from compiled_adv.placing import (
+    Placing,
+    Rollout,
+    blank_rollout,
+    check_required,
+    rollout_of,
+    watched,
+    whole_computation,
+    with_extras,
+)
+from compiled_adv.plugins import is_pad_safe
 from compiled_adv.program import Program, lower
-from compiled_adv.resolve import resolve_pass, resolve_spec
+from compiled_adv.resolve import Plugin, resolve_pass, resolve_spec
 from compiled_adv.rewrite import Pass, RewriteLog, rewrite
 from compiled_adv.shadow import shadow_of
 from compiled_adv.show import explain_json, explain_text
@@ -52,8 +74,16 @@ class Compute:
         self._eager: dict[Kind, EagerExecutable] = {}
         self._programs: dict[Kind, Program] = {}
         self._unverified: dict[Kind, int] = {}
+        self._uncompiled: set[Kind] = set()
+        self._placing = Placing(spec.advantage.compiled.plugins, spec.advantage.compiled.cache_dir)
+        if spec.advantage.compiled.plugins == "require":
+            named = self._resolved
+            shaping = named.process if isinstance(named.process, Plugin) else None
+            check_required((named.compute, named.outcome, named.estimator, shaping, named.lambda_fn))
+        self._known: set[Kind] = set()  # kinds whose first batch has shown what users' functions get and give
         self._frozen = False
         self._process: int | None = None  # the first to compute
+        self._lock = threading.Lock()
         self._mask_dtype: torch.dtype | None = None  # of the first batch; others are cast to it
 
     def __call__(self, batch: Mapping[str, Any], meta: Any = None, **per_call: Any) -> dict[str, Any]:
@@ -67,7 +97,7 @@ class Compute:
         call = admit_call(per_call, self.spec, self._resolved)
         with _plain_torch(batch):
             admitted = admit(batch, meta, call, self.spec, self._resolved)
-            computed, flags = self._override(admitted) if self._resolved.compute else self._run(admitted)
+            computed, flags = self._run_override(admitted) if self._resolved.compute else self._run(admitted)
             raise_errors(flags)
             self.last_warnings = warn(flags, self._warned)
             self._stats.count(time.perf_counter() - start, self.last_warnings)
@@ -83,34 +113,56 @@ class Compute:
     def warmup(
         self,
         example: Mapping[str, Any] | None = None,
+        meta: Any = None,
         *,
         channels: Sequence[str] = OPTIONAL,
         freeze: bool = False,
         progress: Callable[[list[Any]], Iterable[Any]] = iter,
     ) -> None:
-        """Compile every declared bucket, for all per-call modes that this configuration allows.
+        """Compile every declared bucket, or the example's own, for all per-call modes that this configuration allows.
 
-        `example`: a batch whose keys say which optional channels will come; or name them in `channels`. `freeze`: from
-        then on a missing executable is an error, or runs eager by `on_missing`.
+        `example`: a batch whose keys say which optional channels will come, with its metadata; or name them in
+        `channels`. `freeze`: from then on a missing executable is an error, or runs eager by `on_missing`.
         """
-        optional = tuple(channels) if example is None else tuple(example)
+        self._frozen = False
+        if self._backend() != "compiled":
+            return
+        optional = tuple(channels) if example is None else tuple(key for key, x in example.items() if x is not None)
         carried = read_keys(optional, self.spec, self._resolved)
         device = next((x.device for x in (example or {}).values() if isinstance(x, Tensor)), torch.device("cpu"))
         mopd = MOPD in optional
-        kinds = {self._kind(BARE | {*carried}, mode, mopd) for mode in legal_modes(self.spec, self._resolved)}
-        jobs = [(kind, bucket) for bucket in self._ladder.buckets() for kind in sorted(kinds, key=str)]
+        data, meta = example or blank_rollout(optional), as_meta(meta)
+        whole = self._resolved.compute is not None
+        kinds = {
+            replace(self._kind(BARE | {*carried}, mode, mopd, data, meta), whole=whole)
+            for mode in legal_modes(self.spec, self._resolved)
+        }
         mask = (example or {}).get("loss_mask")
-        self._mask_dtype = self._mask_dtype or _program_mask(mask if isinstance(mask, Tensor) else None)
+        jobs = [(kind, bucket) for bucket in self._buckets(mask) for kind in sorted(kinds, key=str)]
+        self._masks(_program_mask(mask if isinstance(mask, Tensor) else None))
         with _plain_torch(example):
             for kind, bucket in progress(jobs):
-                self._executable(kind, bucket, device)
+                if not whole or self._in_program(kind):
+                    self._executable(kind, bucket, device)
+                self._placing.warm(kind)
         self._frozen = freeze
+
+    def _buckets(self, mask: Any) -> list[Bucket]:
+        """What a warm-up with such a loss mask compiles."""
+        if declared := self._ladder.buckets():
+            return declared
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            return [self._ladder.fit(*mask.shape)]
+        what = "warm-up needs declared buckets or an example: buckets: auto has no end"
+        hint = "max_rows and max_tokens, or warmup(example=...)"
+        raise InvalidValue(what, at=self.spec.at("actor.advantage.compiled.buckets"), hint=hint)
 
     def explain(self, format: str = "text", channels: Sequence[str] = OPTIONAL, mode: str = "additive") -> Any:
         """What this configuration becomes for a batch with these optional channels: text, or facts for "json"."""
         carried = read_keys(channels, self.spec, self._resolved)
-        kind = self._kind(BARE | {*carried}, mode, False)
-        pipeline, log = self._rewritten(kind)
+        kind = self._kind(BARE | {*carried}, mode, False, blank_rollout(channels), None)
+        kind = replace(kind, whole=self._resolved.compute is not None)
+        pipeline, log = self._rewritten(kind, may_split=True)
         return explain_json(log, lower(pipeline)) if format == "json" else explain_text(log, lower(pipeline))
 
     def stats(self) -> dict[str, float]:
@@ -125,10 +177,10 @@ class Compute:
             raise Forked("this process was forked after its parent had computed", found=f"pid {os.getpid()}", hint=hint)
 
     def _run(self, admitted: Admitted, backend: str | None = None) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        backend = backend or os.environ.get(SWITCH) or self.spec.advantage.backend
+        backend = backend or self._backend()
         if backend == "reference":
             return reference.run(self.spec, self._resolved, admitted.data, admitted.meta, admitted.call)
-        kind = self._kind(frozenset(admitted.channels), admitted.call.advantage_shaping_mode, MOPD in admitted.data)
+        kind = self._kind_of(admitted)
         computed, flags = (self._run_compiled if backend == "compiled" else self._run_eager)(kind, admitted)
         raw = admitted.data["rewards"]
         as_they_came = self._resolved.outcome is None and not self.spec.overlong_reward_penalty
@@ -136,26 +188,67 @@ class Compute:
             computed["rewards"] = raw.detach().clone()
         return computed, flags
 
+    def _backend(self) -> str:
+        backend = self.spec.advantage.backend
+        return (os.environ.get(SWITCH) or backend) if backend == "compiled" else backend
+
+    def _run_override(self, admitted: Admitted) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+        """A replacement of the whole computation: as a Program where it may be one, else by itself."""
+        if self._backend() != "compiled":
+            return self._override(admitted, self._resolved.compute), {}
+        kind = replace(self._kind_of(admitted), whole=True)
+        if kind not in self._known:
+            return self._run_first(kind, admitted), {}
+        if self._in_program(kind):
+            return self._run_compiled(kind, admitted)
+        return self._override(admitted, self._placed(kind).nodes[0].stage.plugin), {}  # type: ignore[attr-defined]
+
+    def _run_first(self, kind: "Kind", admitted: Admitted) -> dict[str, Tensor]:
+        """The first batch of a kind, eager and with users' functions watched: it decides where they run from now on."""
+        pipeline, watches = watched(self._wired(kind))
+        if kind.whole:
+            computed = self._override(admitted, pipeline.nodes[0].stage.plugin)  # type: ignore[attr-defined]
+        else:
+            computed = EagerExecutable(lower(verify(pipeline))).run(admitted)[0]
+        seen = {name: (stage, *watch.seen[-1]) for name, (stage, watch) in watches.items()}
+        self._placed(kind, {name: inputs for name, (_, inputs, _) in seen.items()})
+        for name, (stage, inputs, result) in seen.items():
+            self._placing.check(kind, name, stage, inputs, result)
+        self._known.add(kind)
+        return computed
+
     def _run_eager(self, kind: "Kind", admitted: Admitted) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+        if kind.whole:
+            return self._override(admitted, self._resolved.compute), {}
         if kind not in self._eager:
-            self._eager[kind] = EagerExecutable(lower(verify(self._wired(kind))))
+            self._eager[kind] = EagerExecutable(lower(verify(self._wired(kind)), by_rows=True))
         return self._eager[kind].run(admitted)
 
     def _run_compiled(self, kind: "Kind", admitted: Admitted) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
         bucket, mask = self._ladder.fit(admitted.rows, admitted.tokens), admitted.channels["loss_mask"]
-        self._mask_dtype = self._mask_dtype or mask.dtype
-        admitted.channels["loss_mask"] = mask_as(mask, self._mask_dtype)
+        admitted.channels["loss_mask"] = mask_as(mask, self._masks(mask.dtype))
+        expected = None
+        if kind not in self._known:
+            expected = self._run_first(kind, admitted) if self._has_functions(kind) else None
+            self._known.add(kind)
         executable = self._executable(kind, bucket, admitted.device)
         if executable is None:
             self.cache.fell_back()
             return self._run_eager(kind, admitted)
-        computed, flags = executable.run(admitted)
+        for name in executable.program.inputs:
+            if name.startswith("data:"):
+                admitted.channels[name] = admitted.data[name[5:]].detach()
+        try:
+            computed, flags = executable.run(admitted)
+        except NotCaptured as error:  # what a user's function reads beside its arguments has changed
+            self._move_out(kind, error.what)
+            return self._run_override(admitted) if kind.whole else self._run_compiled(kind, admitted)
         if "invalid" in flags:
             return self._run_eager(kind, admitted)  # raises the named error
         self.cache.served(admitted.rows * admitted.tokens, bucket.rows * bucket.tokens)
         if self._unverified.setdefault(kind, self.spec.advantage.compiled.verify_steps) > 0:
+            compare(computed, self._run_eager(kind, admitted)[0] if expected is None else expected)
             self._unverified[kind] -= 1
-            compare(computed, self._run_eager(kind, admitted)[0])
         return computed, flags
 
     def _executable(self, kind: "Kind", bucket: Bucket, device: torch.device) -> CompiledExecutable | None:
@@ -166,37 +259,89 @@ class Compute:
             if self._frozen and settings.on_missing == "error":
                 hint = "warm it up, or actor.advantage.compiled.on_missing: eager"
                 raise NotWarm("no executable for this batch after warm-up", found=f"{bucket}, {kind}", hint=hint)
-            if self._frozen:
+            if self._frozen or kind in self._uncompiled:
                 return None
             if kind not in self._programs:
                 self._programs[kind] = lower(self._rewritten(kind)[0])
             program = self._programs[kind]
             try:
-                example = example_channels(program.inputs, bucket, device, self._mask_dtype or torch.int64)
+                rollout = {} if kind.rollout is None else kind.rollout.blank(bucket.rows, bucket.tokens, device)
+                example = example_channels(program.inputs, bucket, device, self._masks(torch.int64), rollout)
                 return CompiledExecutable(program, bucket, example, settings.cache_dir)
-            except (CompileFailed, CompilerMissing) as error:
-                if isinstance(error, CompileFailed) and settings.on_compile_error == "raise":
+            except (CompileFailed, BuildFailed, CompilerMissing) as error:
+                if isinstance(error, CompileFailed) and self._move_out(kind, f"{error.what}: {error.found}"):
+                    return None if kind.whole else make()
+                if not isinstance(error, CompilerMissing) and settings.on_compile_error == "raise":
                     raise
-                warnings.warn(f"running eager: {error}", RuntimeWarning, stacklevel=2)
+                self._run_eager_from_now(kind, error)
                 return None
 
         return self.cache.get((kind, bucket, device), make)
 
-    def _kind(self, channels: frozenset[str], mode: str, mopd: bool) -> "Kind":
+    def _masks(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which this instance's Programs read loss masks: that of the first one."""
+        with self._lock:
+            self._mask_dtype = self._mask_dtype or dtype
+            return self._mask_dtype
+
+    def _move_out(self, kind: "Kind", why: str) -> bool:
+        """Run users' functions of this kind between segments from now on; False where none is in a Program."""
+        if not self._placing.move_out(kind, why):
+            return False
+        self._programs.pop(kind, None)
+        self.cache.forget(lambda key: key[0] == kind)
+        return True
+
+    def _run_eager_from_now(self, kind: "Kind", error: Exception) -> None:
+        """What failed once is not tried again, and said once."""
+        self._uncompiled.add(kind)
+        if type(error).__name__ not in self._warned:
+            self._warned.add(type(error).__name__)
+            warnings.warn(f"running eager: {error}", RuntimeWarning, stacklevel=2)
+
+    def _kind_of(self, admitted: Admitted) -> "Kind":
+        mode, mopd = admitted.call.advantage_shaping_mode, admitted.data.get(MOPD) is not None
+        return self._kind(frozenset(admitted.channels), mode, mopd, admitted.data, admitted.meta)
+
+    def _kind(
+        self, channels: frozenset[str], mode: str, mopd: bool, data: Mapping[str, Any], meta: TrajBatchMeta | None
+    ) -> "Kind":
         """What decides a Program beside the configuration; a mode that changes nothing is left out."""
-        shaped = self._resolved.process is None and "token_rewards" in channels
-        return Kind(channels, mode if shaped else "additive", mopd)
+        shaped = self._resolved.process is None and "token_rewards" in channels or self._resolved.compute is not None
+        reader = self._resolved.compute or self._resolved.outcome
+        in_program = self.spec.advantage.compiled.plugins != "never" and reader is not None and is_pad_safe(reader.fn)
+        rollout = rollout_of(reader, data, meta) if reader is not None and in_program else None
+        return Kind(channels, mode if shaped else "additive", mopd, rollout)
 
     def _wired(self, kind: "Kind") -> Pipeline:
+        if kind.whole and self._resolved.compute is not None:
+            return whole_computation(self._resolved.compute, kind.mode)
         return wire(self.spec, self._resolved, kind.channels, kind.mode, mopd=kind.mopd)
 
-    def _rewritten(self, kind: "Kind") -> tuple[Pipeline, RewriteLog]:
-        settings = self.spec.advantage.compiled
-        return rewrite(self._wired(kind), self._passes, fuel=settings.fuel, numerics=settings.numerics)
+    def _has_functions(self, kind: "Kind") -> bool:
+        return any(node.stage.opaque for node in self._wired(kind).nodes)
 
-    def _override(self, admitted: Admitted) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        assert self._resolved.compute is not None
-        return call_compute(self._resolved.compute, admitted.inputs, decoupled=self.spec.use_decoupled_loss), {}
+    def _placed(
+        self, kind: "Kind", seen: Mapping[str, Any] = MappingProxyType({}), *, may_split: bool = False
+    ) -> Pipeline:
+        """The Pipeline with every user's function where it is to run. `seen`: what each got, by node, where known."""
+        wired = self._wired(kind)
+        pipeline = self._placing.placed(kind, wired, seen, kind.rollout, self.spec.config, may_split=may_split)
+        if not kind.whole or pipeline.nodes[0].stage.opaque:
+            return pipeline
+        return with_extras(pipeline, decoupled=self.spec.use_decoupled_loss)
+
+    def _in_program(self, kind: "Kind") -> bool:
+        return not any(node.stage.opaque for node in self._placed(kind).nodes)
+
+    def _rewritten(self, kind: "Kind", *, may_split: bool = False) -> tuple[Pipeline, RewriteLog]:
+        settings = self.spec.advantage.compiled
+        placed = self._placed(kind, may_split=may_split)
+        return rewrite(placed, self._passes, fuel=settings.fuel, numerics=settings.numerics)
+
+    def _override(self, admitted: Admitted, plugin: Plugin | None) -> dict[str, Tensor]:
+        assert plugin is not None
+        return call_compute(plugin, admitted.inputs, decoupled=self.spec.use_decoupled_loss)
 
 
 @dataclass(frozen=True)
@@ -206,6 +351,8 @@ class Kind:
     channels: frozenset[str]
     mode: str
     mopd: bool
+    rollout: Rollout | None = None  # for a user's function that reads the rollout itself
+    whole: bool = False  # for a replacement of the whole computation
 
     def __str__(self) -> str:
         return f"mode {self.mode}, channels {' '.join(sorted(self.channels - BARE))}{' mopd' if self.mopd else ''}"
@@ -213,7 +360,7 @@ class Kind:
 
 MOPD = "mopd_teacher_logp_sum"
 
-# Set to eager or reference, it overrules every configured backend: to rule the compiler out in a running job.
+# Set to eager or reference, it stands for `compiled` in every config: to rule the compiler out in a running job.
 SWITCH = "COMPILED_ADV_BACKEND"
 
 # Input channels that every batch has.
@@ -226,8 +373,7 @@ BARE = frozenset(
 def ladder(spec: Spec) -> Ladder:
     """The declared buckets."""
     settings = spec.advantage.compiled
-    if not isinstance(settings.buckets, str):
-        declared = settings.buckets
+    if (declared := settings.buckets) is not None:
         return Ladder(boundaries(declared.rows), boundaries(declared.tokens), settings.overflow)
     rows = rungs(1, settings.max_rows) if settings.max_rows else None
     tokens = rungs(LEAST_TOKENS, settings.max_tokens) if settings.max_tokens else None
@@ -237,7 +383,7 @@ def ladder(spec: Spec) -> Ladder:
 def find_passes(spec: Spec) -> tuple[Pass, ...]:
     """The configured passes: built in by name, a user's own by dotted path."""
     chosen = spec.advantage.compiled.passes
-    if chosen == "default":
+    if chosen is None:
         return DEFAULT
     known = {each.name: each for each in DEFAULT}
     at = spec.at("actor.advantage.compiled.passes")
@@ -251,7 +397,7 @@ def compare(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """
     for name, want in expected.items():
         want, have = want.to(torch.float64), got[name].to(torch.float64)
-        wrong = (have - want).abs() > 1e-5 * (1 + want.abs())
+        wrong = ~((have - want).abs() <= 1e-5 * (1 + want.abs()))  # a NaN is wrong too
         if int(wrong.sum()) > want.numel() // 1_000_000:
             at = wrong.nonzero()[0].tolist()
             where = f"channel {name}, row {at[0]}" + (f", column {at[1]}" if len(at) > 1 else "")

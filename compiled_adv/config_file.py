@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from compiled_adv.errors import ConfigNotFound, InvalidValue, suggest
+from compiled_adv.errors import ConfigError, ConfigNotFound, InvalidValue, suggest
 
 MAX_BYTES = 1_000_000
 MAX_NODES = 100_000  # aliases counted as often as they are used, so that a small file cannot stand for a huge one
@@ -19,6 +19,12 @@ MAX_DEPTH = 64
 
 class _Loader(yaml.SafeLoader):
     """Safe YAML whose floats follow YAML 1.2: `1e-5` is a number, which 1.1 reads as a string."""
+
+    def increase_flow_level(self) -> None:
+        """Open a bracket; scanning costs the square of how many are open."""
+        super().increase_flow_level()
+        if self.flow_level > MAX_DEPTH:
+            raise yaml.YAMLError(f"more than {MAX_DEPTH} brackets within each other")
 
 
 _Loader.add_implicit_resolver(
@@ -64,10 +70,12 @@ def read(path: Path) -> tuple[Any, dict[str, int]]:
         if path.suffix == ".json":
             return json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, path)), {}
         return _read_yaml(raw, path)
-    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"{path.name} cannot be parsed", at=str(path), found=error) from error
+    except ConfigError:
+        raise
     except RecursionError as error:
         raise InvalidValue(f"{path.name} is nested too deeply", at=str(path)) from error
+    except Exception as error:  # the parsers let through what Python's own conversions raise
+        raise InvalidValue(f"{path.name} cannot be parsed", at=str(path), found=error) from error
 
 
 def _read_yaml(raw: bytes, path: Path) -> tuple[Any, dict[str, int]]:

@@ -147,6 +147,10 @@ class PluginRaised(PluginError):
     """It raised; its own error is chained."""
 
 
+class PadUnsafe(PluginError):
+    """It was declared pad-safe, and padding changes its result."""
+
+
 # ---- files ----
 
 
@@ -192,6 +196,10 @@ class UnusedStage(GraphError):
 # ---- compiling ----
 
 
+class PluginSplits(CompiledAdvError):
+    """A user's function that cannot be a part of the compiled Program, where the configuration requires that."""
+
+
 class NoBucket(BatchError):
     """A batch above every bucket, where that is configured to be an error."""
 
@@ -230,6 +238,11 @@ def shown(value: object, most: int = 80) -> str:
     except Exception:  # an integer of thousands of digits, an object that fails
         text = f"{type(value).__name__} that cannot be shown"
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def listed(keys: Iterable[object]) -> str:
+    """Keys of a mapping, which need not be strings."""
+    return ", ".join(key if isinstance(key, str) else shown(key) for key in keys)
 
 
 def _short(text: object) -> str:

@@ -6,6 +6,7 @@ one bucket: channels are padded in, outputs cropped out, and a user's function b
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +21,11 @@ from compiled_adv.memory import POOL
 from compiled_adv.pipeline import Node, flag_name
 from compiled_adv.program import Program, Segment, StageModule
 from compiled_adv.stage import Stage
+from compiled_adv.stages.plugin import Traced
 from compiled_adv.status import merge, raise_errors
+
+BLOCK = 1 << 17  # tokens of the rows that run at once
+WHOLE = {name for name, channel in INPUTS.items() if channel.dims == "S"}  # not one entry for each row
 
 Flags = dict[str, list[int]]
 Step = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
@@ -28,7 +33,7 @@ Step = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 
 @dataclass(frozen=True)
 class EagerExecutable:
-    """The Program, uncompiled."""
+    """The Program, uncompiled. What takes each row by itself runs on a few rows at a time."""
 
     program: Program
 
@@ -90,7 +95,8 @@ def _run(
         else:
             *results, raised = step([env[v] for v in segment.inputs])
             flags = merge(flags, _raised(segment, raised, admitted.rows))
-            raise_errors(flags)
+            if segment.closes:
+                raise_errors(flags)
             if "invalid" in flags:
                 return {}, flags
             env.update(zip(segment.outputs, results, strict=True))  # type: ignore[arg-type]
@@ -101,7 +107,30 @@ def _run(
 
 def _eager_step(segment: Segment) -> Step | None:
     module = segment.module
-    return None if isinstance(module, Node) else lambda inputs: module(*inputs)
+    if isinstance(module, Node):
+        return None
+    return lambda inputs: _in_blocks(segment, inputs) if segment.by_rows else module(*inputs)
+
+
+def _in_blocks(segment: Segment, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """A segment on so few rows at a time that what lies between its stages stays in the cache."""
+    assert isinstance(segment.module, fx.GraphModule)
+    cut = [x.ndim > 0 and base(name) not in WHOLE for name, x in zip(segment.inputs, inputs, strict=True)]
+    rows = max(len(x) for x, is_cut in zip(inputs, cut, strict=True) if is_cut)
+    tokens = max(x.numel() for x in inputs) // rows
+    at_once = max(1, BLOCK // max(1, tokens))
+    if at_once >= rows or inputs[0].device.type != "cpu":
+        return segment.module(*inputs)
+    whole: list[Tensor] = []
+    raised = []
+    for start in range(0, rows, at_once):
+        block = slice(start, start + at_once)
+        *results, flags = segment.module(*(x[block] if is_cut else x for x, is_cut in zip(inputs, cut, strict=True)))
+        whole = whole or [POOL.empty((rows, *x.shape[1:]), x.dtype) for x in results]
+        for x, part in zip(whole, results, strict=True):
+            x[block] = part
+        raised.append(flags)
+    return *whole, None if raised[0] is None else torch.cat(raised, 1)
 
 
 def _compiled_step(compiled: Compiled) -> Step:
@@ -111,8 +140,10 @@ def _compiled_step(compiled: Compiled) -> Step:
 def _compile(segment: Segment, inputs: Sequence[Tensor], cache_dir: str | None) -> Compiled:
     assert isinstance(segment.module, fx.GraphModule)
     operators = kernels.native(inputs[0].device)
+    inside = any(isinstance(m, StageModule) and isinstance(m.stage, Traced) for m in segment.module.children())
+    watch = Traced.STATE if inside else ()
     try:
-        return compile_graph(segment.module, inputs, replace=operators, cache_dir=cache_dir)
+        return compile_graph(segment.module, inputs, replace=operators, cache_dir=cache_dir, watch=watch)
     except Exception as error:
         stage, cause = _culprit(segment.module, inputs)
         at = None if stage is None else stage.slot or type(stage).__name__
@@ -150,7 +181,7 @@ def _blank(version: str, bucket: Bucket, example: Mapping[str, Tensor]) -> Tenso
 def _call_plugin(
     segment: Segment, admitted: Admitted, env: Mapping[str, Tensor], bucket: Bucket | None
 ) -> Sequence[Tensor]:
-    """A user's function on exact channels; its results padded back into the bucket."""
+    """A user's function on exact channels, once for each call; its results padded back into the bucket."""
     node = segment.module
     assert isinstance(node, Node)
     by_channel = {name.removesuffix("?"): version for name, version in zip(node.stage.reads, node.reads, strict=True)}
@@ -161,7 +192,9 @@ def _call_plugin(
             return None if version is None else env[version]
         return crop(env[version], admitted.rows, admitted.tokens, bucket)
 
-    results: Sequence[Tensor] = node.stage.call(admitted, channel)  # type: ignore[attr-defined]
+    if node.name not in admitted.answers:
+        admitted.answers[node.name] = node.stage.call(admitted, channel)  # type: ignore[attr-defined]
+    results = admitted.answers[node.name]
     if bucket is None:
         return results
     return [pad_channel(version, x, bucket) for version, x in zip(segment.outputs, results, strict=True)]
@@ -183,11 +216,18 @@ def copy(x: Tensor) -> Tensor:
 
 
 def example_channels(
-    names: Sequence[str], bucket: Bucket, device: torch.device, mask_dtype: torch.dtype
+    names: Sequence[str],
+    bucket: Bucket,
+    device: torch.device,
+    mask_dtype: torch.dtype,
+    rollout: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Input channels of a bucket's shape that hold empty rows alone, to compile with."""
+    """Input channels of a bucket's shape that hold empty rows alone, to compile with. `rollout`: its tensors, blank."""
     blank = {}
     for name in names:
+        if name.startswith("data:"):
+            blank[name] = rollout[name[5:]]
+            continue
         known = INPUTS[name]
         shape = bucket.shape(known.dims) if known.dims != "S" else (known.size,)
         dtype = mask_dtype if name == "loss_mask" else known.dtype

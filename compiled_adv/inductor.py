@@ -1,21 +1,29 @@
 """Takes a segment's graph and a bucket's example tensors; gives a callable compiled for exactly these shapes.
 
 torch.compile is the front door: full graph, static shapes, no guards, a code object of its own for each bucket, and our
-backend, which rewrites the captured graph before Inductor. The only file that touches torch's underscore-named modules.
+backend, which rewrites the captured graph before Inductor. A user's function is captured here too (`capture`), which
+says why where that fails, and compiled by itself for any shape. The only file that touches torch's underscore-named
+modules.
 """
 
 import os
+import re
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.config
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_adv.memory import POOL
 
@@ -36,6 +44,18 @@ if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
 # Dynamo and Inductor compile one graph at a time.
 LOCK = threading.RLock()
 
+# A segment with a user's function is compiled anew when what that reads (a global, a closure, the configuration)
+# changes. More often than this, and the function does not belong into a Program.
+MOST_STATES = 4
+
+
+class NotCaptured(Exception):
+    """Why torch cannot make one graph of a user's function: what, the user's file and line, and what would work."""
+
+    def __init__(self, what: str, line: str = "", hint: str = "") -> None:
+        super().__init__(f"{what} ({line})" if line else what)
+        self.what, self.line, self.hint = what, line, hint
+
 
 def compile_graph(
     module: fx.GraphModule,
@@ -43,13 +63,20 @@ def compile_graph(
     *,
     replace: dict[Any, Any],
     cache_dir: str | None = None,
+    watch: Sequence[str] = (),
 ) -> Compiled:
     """`module` compiled for tensors like `example`. `replace`: the operators that stand for others on this device.
 
-    Without guards nothing checks a later call: shapes, dtypes and contiguity are the caller's to keep.
+    Without guards nothing checks a later call: shapes, dtypes and contiguity are the caller's to keep. Only what users'
+    functions read beside their arguments is watched: `watch` names where they lie in the module.
     """
+    states = 0
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal states
+        states += 1
+        if states > MOST_STATES:
+            raise NotCaptured("what it reads beside its arguments keeps changing")
         for node in graph.graph.nodes:
             if node.op == "call_function" and node.target in replace:
                 node.target = replace[node.target]
@@ -69,11 +96,31 @@ def compile_graph(
         fullgraph=True,
         dynamic=False,
         backend=backend,
-        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+        options={"guard_filter_fn": lambda guards: [_is_state(guard.name, watch) for guard in guards]},
     )
     with LOCK, _cache(cache_dir), torch.no_grad():
         compiled(*example)
-    return compiled
+    return _watched(compiled) if watch else compiled
+
+
+def _watched(compiled: Compiled) -> Compiled:
+    """The same, raising NotCaptured where it must be compiled anew and cannot."""
+
+    def run(*channels: Tensor) -> tuple[Tensor, ...]:
+        try:
+            return compiled(*channels)
+        except Exception as error:
+            raise why_not(error) from error
+
+    return run
+
+
+def _is_state(guard: str, watch: Sequence[str]) -> bool:
+    """Whether a guard, by its name, is about state that a user's function reads: its own, or its module's globals."""
+    ours = ("G['__import_torch", "G['__import_compiled_adv", "G['__builtins")
+    return bool(watch) and (
+        any(name in guard for name in watch) or guard.startswith("G['__") and not guard.startswith(ours)
+    )
 
 
 def _keep_row_values(graph: fx.GraphModule) -> int:
@@ -83,9 +130,13 @@ def _keep_row_values(graph: fx.GraphModule) -> int:
     """
     output = next(node for node in graph.graph.nodes if node.op == "output")
     own = output.args[0]
-    rows = []
+    rows: list[fx.Node] = []
+    nested = 0  # inside torch.func.vmap a tensor has dims that a graph cannot return
     for node in graph.graph.nodes:
+        nested += ("_increment_nesting" in str(node.target)) - ("_decrement_nesting" in str(node.target))
         value = node.meta.get("example_value")
+        if nested:
+            continue
         if node.op.startswith("call") and isinstance(value, Tensor) and value.ndim == 1 and node not in own:
             columns = [user.meta.get("example_value") for user in node.users]
             if any(isinstance(x, Tensor) and tuple(x.shape) == (len(value), 1) for x in columns):
@@ -147,3 +198,176 @@ def graph_error(module: torch.nn.Module, args: Sequence[Any]) -> Exception | Non
 def graphs_captured() -> int:
     """How many graphs Dynamo has captured in this process."""
     return counters["stats"]["unique_graphs"]
+
+
+# ---- a user's function ----
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A function as one graph, for tensors like an example, and the parts of what it computes of the example."""
+
+    graph: fx.GraphModule
+    reads: tuple[str, ...]  # the names of the tensors that it reads, or hands on as they are
+    result: dict[str, Any]
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return _operations(self.graph)
+
+
+def capture(fn: Callable[..., dict[str, Any]], example: Sequence[Tensor], names: Sequence[str]) -> Captured:
+    """`fn` as a graph of pure torch operations, or NotCaptured. `names`: of the example's tensors, for messages.
+
+    What torch.compile would take though its result is another one, or may be, is found by the graph's own marks:
+    writes to an input, random numbers, numbers read on the host, shapes that depend on numbers.
+    """
+    found: list[tuple[fx.GraphModule, tuple[str, ...]]] = []
+    by_id = {id(x): name for x, name in zip(example, names, strict=True)}
+
+    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        reads = tuple(by_id.get(id(x), "") for x in inputs)
+        found.append((graph, tuple(name for name in reads if name)))
+        return _Marks(graph, reads).run
+
+    def run(*tensors: Tensor) -> Any:
+        return fn(*tensors)
+
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    captured = torch.compile(_with_own_code(run), fullgraph=True, dynamic=False, backend=backend, options=options)
+    try:
+        with LOCK, _no_side_effects(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a reason is given once, by us
+            result = captured(*example)
+    except Exception as error:
+        raise why_not(error) from error
+    if not found:
+        raise NotCaptured("it computes nothing of its inputs")
+    graph, reads = found[0]
+    handed_on = tuple(by_id[id(x)] for x in result.values() if id(x) in by_id)
+    return Captured(graph, reads + handed_on, result)
+
+
+def compile_any_shape(
+    fn: Callable[..., Any], example: Sequence[Tensor], *, replace: dict[Any, Any], cache_dir: str | None = None
+) -> Callable[..., Any]:
+    """`fn` compiled for tensors of any shape, with torch's own guards. It raises where it must be compiled for another
+    reason than a shape: what was found out about the first graph holds for the same operations alone."""
+    first: list[tuple[str, ...]] = []
+
+    def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        first.append(_operations(graph))
+        if first[-1] != first[0]:
+            raise NotCaptured("what it computes changes with what it reads beside its arguments")
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and node.target in replace:
+                node.target = replace[node.target]
+        graph.recompile()
+        with _cache(cache_dir):
+            return compile_fx(graph, inputs)
+
+    def run(*tensors: Tensor) -> Any:
+        return fn(*tensors)
+
+    compiled = torch.compile(_with_own_code(run), fullgraph=True, backend=backend)
+    for x in example:  # dynamic=True would make inputs of Python's floats as well
+        for dim in range(x.ndim):
+            torch._dynamo.maybe_mark_dynamic(x, dim)
+    with LOCK, torch.no_grad():
+        compiled(*example)
+    return compiled
+
+
+def _operations(graph: fx.GraphModule) -> tuple[str, ...]:
+    """What a graph does to tensors; arithmetic of sizes is left out."""
+    calls = [node for node in graph.graph.nodes if node.op.startswith("call")]
+    return tuple(str(node.target) for node in calls if isinstance(node.meta.get("example_value"), Tensor))
+
+
+class _Marks(fx.Interpreter):
+    """Runs a captured graph, and stops where it is not pure."""
+
+    TAGS = {
+        torch.Tag.nondeterministic_seeded: (
+            "it draws random numbers",
+            "numbers from a seed of its own, made at import",
+        ),
+        torch.Tag.data_dependent_output: ("it reads a number on the host", "a 0-d tensor: x.max(), not x.max().item()"),
+        torch.Tag.dynamic_output_shape: (
+            "a shape depends on numbers",
+            "torch.where(mask, x, 0.0) instead of x[mask]",
+        ),
+    }
+
+    def __init__(self, graph: fx.GraphModule, names: Sequence[str]) -> None:
+        super().__init__(graph)
+        self.names = names
+
+    def run(self, *inputs: Any, **_: Any) -> Any:
+        tensors = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
+        self.watched = [(name, x, x._version) for name, x in zip(self.names, tensors, strict=True) if name]
+        with _Tags() as self.tags:
+            return super().run(*tensors)
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        for tag in self.tags.found & self.TAGS.keys():
+            what, hint = self.TAGS[tag]
+            raise NotCaptured(what, users_line(node.stack_trace or ""), hint)
+        for name, x, version in self.watched:
+            if x._version != version:
+                hint = "return new tensors; clone before writing"
+                raise NotCaptured(f"it writes to its input '{name}'", users_line(node.stack_trace or ""), hint)
+        return result
+
+
+class _Tags(TorchDispatchMode):
+    """The tags of every operator that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.Tag] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # aten.index changes its shape with numbers only where an index is a mask
+        by_place = operator is torch.ops.aten.index.Tensor and not any(
+            x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+        )
+        self.found.update(() if by_place else operator.tags)
+        return operator(*args, **(kwargs or {}))
+
+
+def _no_side_effects() -> AbstractContextManager[Any]:
+    """Refuse to capture a function that changes Python objects outside itself, where this torch can tell."""
+    config: Any = torch._dynamo.config
+    return (
+        config.patch(side_effect_replay_policy="error")
+        if hasattr(config, "side_effect_replay_policy")
+        else nullcontext()
+    )
+
+
+def why_not(error: BaseException) -> NotCaptured:
+    """The reason in torch's error: ours, if it wraps one; else its name of it, the user's line and the first hint."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, NotCaptured):
+            return cause
+        cause = cause.__cause__ or getattr(cause, "inner_exception", None)
+    text = str(error)
+    if changed := re.search(r"certain side effects happened.*: \[(.*)\]", text):
+        names = re.sub(r"G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", "."), changed[1].strip("\"'"))
+        return NotCaptured(f"it changes what lies outside it: {names}", hint="return what is to be kept")
+    what = getattr(error, "gb_type", None) or text.strip().split("\n")[0] or type(error).__name__
+    if what == "Observed exception" and (raised := re.search(r"raised exception (.*)", text)):
+        what = f"it raises {raised[1]}"
+    hint = re.search(r"Hint: (.*)", text)
+    return NotCaptured(what, users_line(text), hint[1].strip() if hint else "")
+
+
+def users_line(stack: str) -> str:
+    """The innermost line of a stack trace in text that is neither torch's nor ours, as file:line."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+    lines = re.findall(r'File "([^"]+)", line (\d+)', stack)
+    users = [f"{Path(file).name}:{line}" for file, line in lines if not file.startswith(ours)]
+    return users[-1] if users else ""

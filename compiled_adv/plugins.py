@@ -11,9 +11,9 @@ outcome slot. Each comes without its row dimension. Its keyword-only parameters 
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from compiled_adv import kernels
 from compiled_adv.advantage import OutcomeResult, OutcomeRewardInputs, ProcessAdvantageInputs
 from compiled_adv.advantage_algorithms import TemporalInputs, TemporalResult
-from compiled_adv.batch import TrajBatchMeta, covers
+from compiled_adv.batch import RolloutGroup, TrajBatchMeta, covers
 from compiled_adv.errors import BadKwargs, BadMeta, MissingKey, PluginResult, suggest
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -94,7 +94,7 @@ def per_group(fn: Callable[..., Any]) -> Callable[..., Any]:
         mapped = [name for name in given if isinstance(given[name], Tensor)]
         constant = {name: x for name, x in given.items() if name not in mapped}
         like = inputs.data["rewards"]
-        prompt_B, prompts, largest = _prompts(inputs.meta, group_size, like)
+        prompt_B, prompts, largest = prompts_of(inputs.meta, group_size, like)
         place_B, rows_GK, mask_GK = _gathered(prompt_B, prompts, largest)
 
         def prompt(mask_K: Tensor, *tensors: Tensor) -> Tensor:
@@ -107,7 +107,9 @@ def per_group(fn: Callable[..., Any]) -> Callable[..., Any]:
         return OutcomeResult(torch.where(prompt_B >= 0, shaped_GK[prompt_B.clamp(min=0), place_B], 0.0))
 
     size = inspect.Parameter("group_size", inspect.Parameter.KEYWORD_ONLY, default=None)
-    return _as_stage_function(stage, fn, names, frozenset(("outcome_reward_shaping",)), (size,))
+    mapped_fn: Any = _as_stage_function(stage, fn, names, frozenset(("outcome_reward_shaping",)), (size,))
+    mapped_fn.by_prompt = True
+    return mapped_fn
 
 
 def check_slot(fn: Callable[..., Any], slot: str, *, at: str) -> None:
@@ -119,24 +121,56 @@ def check_slot(fn: Callable[..., Any], slot: str, *, at: str) -> None:
         what = f"a function mapped over {'prompts' if len(slots) == 1 else 'rows'} cannot stand here"
         raise BadKwargs(what, at=at, found=slot, hint=", ".join(sorted(slots)))
     known = READS[slot]
-    for name in fn.reads if known is not None else ():  # type: ignore[attr-defined]
-        if name not in known:
-            raise BadKwargs(f"the function reads '{name}', which this slot does not give", at=at, hint=suggest(name, known))
+    for name in fn.reads:  # type: ignore[attr-defined]
+        if known is not None and name not in known:
+            what = f"the function reads '{name}', which this slot does not give"
+            raise BadKwargs(what, at=at, hint=suggest(name, known))
+
+
+HIDDEN = "the lists of inputs.meta change from batch to batch"
 
 
 class ProgramMeta(TrajBatchMeta):
-    """Metadata inside a compiled Program: the prompt of each row [B] as a tensor. Its lists, which change from batch to
-    batch, cannot be read there."""
+    """Metadata inside a compiled Program: the prompt of each row [B] as a tensor, for a function of one prompt. Its
+    lists, which change from batch to batch, cannot be read there."""
 
-    def __init__(self, prompt_B: Tensor, largest: int) -> None:
+    def __init__(self, prompt_B: Tensor | None, largest: int) -> None:
         object.__setattr__(self, "prompt_B", prompt_B)
         object.__setattr__(self, "largest", largest)
 
-    @staticmethod
-    def _refuse(*_: Any) -> NoReturn:
-        raise RuntimeError("the lists of meta change from batch to batch")
+    @property
+    def n_trajs(self) -> int:  # type: ignore[override]
+        raise RuntimeError(HIDDEN)
 
-    n_trajs = traj_group_sizes = traj_seqlens = rollout_groups = logical_group_sizes = property(_refuse)  # type: ignore[assignment]
+    @property
+    def traj_group_sizes(self) -> list[int]:  # type: ignore[override]
+        raise RuntimeError(HIDDEN)
+
+    @property
+    def traj_seqlens(self) -> list[int]:  # type: ignore[override]
+        raise RuntimeError(HIDDEN)
+
+    @property
+    def rollout_groups(self) -> list[RolloutGroup | None] | None:  # type: ignore[override]
+        raise RuntimeError(HIDDEN)
+
+
+class ProgramData(Mapping[str, Any]):
+    """A rollout inside a compiled Program: its tensors. The rest, which changes from batch to batch, cannot be read."""
+
+    def __init__(self, tensors: dict[str, Tensor], hidden: Sequence[str]) -> None:
+        self._tensors, self._hidden = tensors, hidden
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._hidden:
+            raise RuntimeError(f"inputs.data['{key}'] is no tensor of the batch's rows and tokens")
+        return self._tensors[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._tensors, *self._hidden))
+
+    def __len__(self) -> int:
+        return len(self._tensors) + len(self._hidden)
 
 
 # ---- what a mapped function gets and gives ----
@@ -205,7 +239,7 @@ def _as_stage_function(
 # ---- rows by prompt ----
 
 
-def _prompts(meta: Any, group_size: int | None, rewards_B: Tensor) -> tuple[Tensor, int, int]:
+def prompts_of(meta: Any, group_size: int | None, rewards_B: Tensor) -> tuple[Tensor, int, int]:
     """The prompt of each row, -1 for a row of none; a number that no prompt reaches; the rows of the largest."""
     rows, device = len(rewards_B), rewards_B.device
     if isinstance(meta, ProgramMeta):

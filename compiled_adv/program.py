@@ -1,11 +1,11 @@
 """Takes a Pipeline; gives a Program: segments of torch.fx graphs that run as they are and print as runnable Python.
 
-A Program is cut only around a user's function that must see exact shapes. Each segment is one GraphModule whose
-submodules are the stages; it returns the versions that later segments or the caller need, then its flags as one
-bool tensor [flags, B].
+A Program is cut around a user's function that must see exact shapes and, if asked, between stages that take each row by
+itself and stages that do not. Each segment is one GraphModule whose submodules are the stages; it returns the versions
+that later segments or the caller need, then its flags as one bool tensor [flags, B].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -32,12 +32,18 @@ class StageModule(nn.Module):
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a Program. `module` is a GraphModule, or the Node of a user's function."""
+    """A part of a Program. `module` is a GraphModule, or the Node of a user's function.
+
+    by_rows: whether it may run on some rows at a time. closes: whether its flags, and those of the segments before it,
+    are looked at before the next one runs.
+    """
 
     module: fx.GraphModule | Node
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     flags: tuple[str, ...]
+    by_rows: bool = False
+    closes: bool = True
 
     @property
     def opaque(self) -> bool:
@@ -53,8 +59,11 @@ class Program:
     outputs: tuple[tuple[str, str], ...]
 
 
-def lower(pipeline: Pipeline) -> Program:
-    """Pipeline -> Program. Outputs that would share a version, with each other or with an input, are copied."""
+def lower(pipeline: Pipeline, *, by_rows: bool = False) -> Program:
+    """Pipeline -> Program. Outputs that would share a version, with each other or with an input, are copied.
+
+    by_rows: cut it between stages that take each row by itself and stages that do not.
+    """
     pipeline, copies = pipeline.in_order(), {}
     seen: set[str] = set(pipeline.inputs)
     outputs = []
@@ -64,13 +73,18 @@ def lower(pipeline: Pipeline) -> Program:
             version = f"{name}.copy"
         seen.add(version)
         outputs.append((name, version))
-    parts = _parts(pipeline)
-    segments = []
-    for i, nodes in enumerate(parts):
-        wanted = {v for later in parts[i + 1 :] for node in later for v in node.reads if v is not None}
-        wanted |= {version for _, version in outputs} | (set(copies.values()) if i + 1 < len(parts) else set())
-        last = i + 1 == len(parts)
-        segments.append(_segment(nodes, wanted, copies if last else {}))
+    parts = [(nodes, True) for nodes in _parts(pipeline)]
+    if by_rows:
+        cut = [_by_rows(nodes) for nodes, _ in parts]
+        parts = [(nodes, nodes is pieces[-1]) for pieces in cut for nodes in pieces]
+    segments, known = [], {*pipeline.inputs}
+    for i, (nodes, closes) in enumerate(parts):
+        known |= {version for node in nodes for version in node.writes}
+        here = {} if nodes[0].stage.opaque else {name: v for name, v in copies.items() if v in known}
+        copies = {name: v for name, v in copies.items() if name not in here}
+        wanted = {v for later, _ in parts[i + 1 :] for node in later for v in node.reads if v is not None}
+        wanted |= {version for _, version in outputs} | {*copies.values()}
+        segments.append(replace(_segment(nodes, wanted, here), closes=closes))
     return Program(tuple(segments), pipeline.inputs, tuple(outputs))
 
 
@@ -88,6 +102,33 @@ def _parts(pipeline: Pipeline) -> list[list[Node]]:
         nodes = [node for node in pipeline.nodes if depth[node.name] == level]
         parts += [[node] for node in nodes] if level % 2 else [nodes] if nodes else []
     return parts
+
+
+def _by_rows(nodes: list[Node]) -> list[list[Node]]:
+    """Stages that take each row by itself and stages that mix rows, by turns.
+
+    Each as late as its readers allow, and a stage without readers at once: little then lies between two parts.
+    """
+    writer = {version: node.name for node in nodes for version in node.produced}
+    writers = {node.name: {writer[v] for v in node.reads if v in writer} for node in nodes}
+    read = {name for names in writers.values() for name in names}
+    level: dict[str, int] = {}  # even: by rows; odd: mixed
+
+    def as_early_as_possible(node: Node) -> None:
+        ready = max((level[name] for name in writers[node.name]), default=0)
+        level[node.name] = ready + (ready % 2 != node.stage.mixes_rows)
+
+    for node in nodes:
+        as_early_as_possible(node)
+    for node in reversed(nodes):
+        due = [level[other.name] for other in nodes if node.name in writers[other.name] and other.name in read]
+        if due:
+            level[node.name] = min(due) - (min(due) % 2 != node.stage.mixes_rows)
+    for node in nodes:
+        if node.name not in read:
+            as_early_as_possible(node)
+    parts = [[node for node in nodes if level[node.name] == i] for i in range(max(level.values()) + 1)]
+    return [part for part in parts if part]
 
 
 def _segment(nodes: list[Node], wanted: set[str], copies: dict[str, str]) -> Segment:
@@ -116,7 +157,8 @@ def _segment(nodes: list[Node], wanted: set[str], copies: dict[str, str]) -> Seg
     stacked = graph.call_function(torch.stack, ([env[flag] for flag in flags],)) if flags else None
     graph.output((*(env[v] for v in outputs), stacked))
     graph.lint()
-    return Segment(fx.GraphModule(root, graph, "Segment"), inputs, outputs, flags)
+    by_rows = not any(node.stage.mixes_rows for node in nodes)
+    return Segment(fx.GraphModule(root, graph, "Segment"), inputs, outputs, flags, by_rows)
 
 
 def identifier(version: str) -> str:

@@ -21,6 +21,7 @@ import torch
 
 from compiled_adv.errors import BadKwargs, InvalidValue, PluginNotFound, UnknownName, shown, suggest
 from compiled_adv.gae import BUILT_IN_LAMBDAS, GAELambdaContext
+from compiled_adv.plugins import check_slot
 from compiled_adv.scalars import is_finite
 from compiled_adv.spec import Spec, StageChoice
 
@@ -37,6 +38,20 @@ GVPO_KWARGS = ("negative_scale", "zero_penalty", "zero_eps")
 MAX_KWARGS_DEPTH = 64
 
 
+@dataclass
+class Place:
+    """Where a user's function runs under the compiled backend, and why it is no part of the Program."""
+
+    where: str = "eager"  # "program": in it; "compiled" or "eager": between two segments, at the batch's own shape
+    why: str = ""
+    line: str = ""  # of the user's code
+    hint: str = ""
+
+    def __str__(self) -> str:
+        why = f"{self.why} ({self.line})" if self.line else self.why
+        return f"{self.where}: {why}" if why else self.where
+
+
 @dataclass(frozen=True)
 class Plugin:
     """A user's function: where it is configured, its path, itself, and keyword arguments of its own."""
@@ -46,6 +61,9 @@ class Plugin:
     fn: Callable[..., Any]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     at: str = ""  # for error messages
+    place: Place = field(default_factory=Place)
+    # The same function, compiled and proven to write nothing; None from it: it gave up, and the function itself serves.
+    exact: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +184,7 @@ def _stage(spec: Spec, slot: str, choice: StageChoice) -> Plugin | None:
 def _plugin(spec: Spec, slot: str, choice: StageChoice) -> Plugin:
     where = f"actor.advantage.{slot}"
     fn = resolve_path(choice.implementation, at=spec.at(f"{where}.implementation"))
+    check_slot(fn, slot, at=spec.at(f"{where}.implementation"))
     check_kwargs(fn, choice.kwargs, at=spec.at(f"{where}.kwargs"))
     return Plugin(slot, choice.implementation, fn, copy.deepcopy(choice.kwargs), spec.at(where))
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_adv.batch import RolloutGroup, concat_batch
+from compiled_adv.batch import RolloutGroup, check_tensor, concat_batch
 from compiled_adv.errors import BatchError, OutputExists, OutputFailed, RolloutFile
 
 SUFFIXES = (".safetensors", ".pt")
@@ -70,6 +70,11 @@ def read_group(path: Path) -> dict[str, Any]:
     except Exception as error:  # a corrupt file may raise anything; the cause stays chained
         reason = (str(error).splitlines() or [""])[0]
         raise RolloutFile(f"{path} cannot be read", found=f"{type(error).__name__}: {reason}") from error
+    try:
+        for key, tensor in tensors.items():
+            check_tensor(key, tensor, key)
+    except BatchError as error:
+        raise _refused(path, error) from error
     for key in ("row_counts", "references"):
         if key in tensors and tensors[key].ndim != 1:
             raise RolloutFile(f"{path}: {key!r} needs one dimension", found=list(tensors[key].shape))
@@ -84,8 +89,12 @@ def read_group(path: Path) -> dict[str, Any]:
     try:
         concat_batch([group])  # one prompt is a batch too: its checks, with the file's name
     except BatchError as error:
-        raise RolloutFile(f"{path}: {error.what}", found=error.found, hint=error.hint) from error
+        raise _refused(path, error) from error
     return group
+
+
+def _refused(path: Path, error: BatchError) -> RolloutFile:
+    return RolloutFile(f"{path}: {error.what}", found=error.found, hint=error.hint)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 from compiled_adv.pipeline import FLAG, Node, Pipeline
 from compiled_adv.program import Program, Segment
 from compiled_adv.rewrite import RewriteLog
+from compiled_adv.stages.plugin import PluginStage
 
 
 def describe(pipeline: Pipeline) -> dict[str, Any]:
@@ -58,8 +59,20 @@ def explain_json(log: RewriteLog, program: Program) -> dict[str, Any]:
     return {
         "pipelines": [{"after": title, **describe(pipeline)} for title, pipeline in log.snapshots],
         "rewrites": [vars(entry) for entry in log.entries],
+        "functions": describe_functions(log.snapshots[0][1]),
         "program": show_program(program),
     }
+
+
+def describe_functions(pipeline: Pipeline) -> list[dict[str, Any]]:
+    """Where each user's function runs in the compiled backend (see placing.py), and why not in the Program: JSON."""
+    functions = []
+    for node in pipeline.nodes:
+        if isinstance(node.stage, PluginStage):
+            plugin, config = node.stage.plugin, node.stage.slot
+            place = vars(plugin.place) if node.stage.opaque else {"where": "program", "why": "", "line": "", "hint": ""}
+            functions.append({"name": node.name, "config": config, "function": plugin.path, **place})
+    return functions
 
 
 def show_program(program: Program) -> str:
@@ -70,5 +83,10 @@ def show_program(program: Program) -> str:
 
 def _segment(segment: Segment) -> str:
     if isinstance(segment.module, Node):
-        return f"{segment.module.stage}, a user's function, at the batch's own shape"
+        stage = segment.module.stage
+        lines = [f"{stage}, a user's function, at the batch's own shape"]
+        if isinstance(stage, PluginStage) and stage.plugin.place.why:
+            lines.append(f"#   {stage.plugin.place}")
+            lines += [f"#   try {stage.plugin.place.hint}"] if stage.plugin.place.hint else []
+        return "\n".join(lines)
     return segment.module.code

@@ -92,20 +92,29 @@ class Boundaries(_Model):
 
 
 def _buckets(value: Any) -> Any:
-    """`auto`, the boundaries, or a YAML file that holds them."""
-    if not isinstance(value, str) or value == "auto":
+    """The boundaries, or a YAML file that holds them; `auto` is None."""
+    if not isinstance(value, str):
         return value
+    if value == "auto":
+        return None
     found = config_file.read(config_file.find(value))[0]
     return found.get("buckets", found) if isinstance(found, Mapping) else found
+
+
+def _passes(value: Any) -> Any:
+    """Names of passes; `default` is None."""
+    if isinstance(value, str) and value != "default":
+        raise InvalidValue("passes are `default`, or a list of names and dotted paths", hint=f"passes: [{value}]")
+    return None if value == "default" else value
 
 
 class Compiled(_Model):
     """Settings of the compiled backend: the block `actor.advantage.compiled`."""
 
-    passes: Literal["default"] | list[str] = "default"
+    passes: Annotated[list[str] | None, BeforeValidator(_passes)] = None
     numerics: Literal["exact", "close"] = "exact"
     fuel: Annotated[int, Field(ge=0)] | None = None
-    buckets: Annotated[Literal["auto"] | Boundaries, BeforeValidator(_buckets)] = "auto"
+    buckets: Annotated[Boundaries | None, BeforeValidator(_buckets)] = None
     max_rows: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     overflow: Literal["exact", "error"] = "exact"
@@ -113,6 +122,7 @@ class Compiled(_Model):
     verify_steps: Annotated[int, Field(ge=0)] = 1
     on_compile_error: Literal["raise", "eager"] = "raise"
     on_missing: Literal["error", "eager"] = "error"
+    plugins: Literal["auto", "require", "never"] = "auto"
     cache_dir: str | None = None
 
 
@@ -156,7 +166,7 @@ class Advantage(_Model):
     estimator: Choice = StageChoice()
     process_adv_shaping: Choice = StageChoice()
     rules: Literal["default", "strict"] = "default"
-    backend: Literal["reference", "eager", "compiled"] = "eager"
+    backend: Literal["reference", "eager", "compiled"] = "compiled"
     compiled: Compiled = Compiled()
     shadow: Annotated[Shadow | None, BeforeValidator(_a_mapping)] = None
 
@@ -252,12 +262,18 @@ def load_config(config: Any) -> Spec:
             raise InvalidValue("a configuration file holds a mapping", at=file, found=type(config).__name__)
         if "actor" not in config:
             lines = {f"actor.{dotted}": line for dotted, line in lines.items()}
-    actor = _actor_of(config)
-    # A plain mapping cannot be read by attribute, so plugins get the Spec instead.
-    plain = _is_mapping(actor) and not any(name in actor and hasattr(actor, name) for name in Spec.model_fields)
+    try:
+        actor = _actor_of(config)
+        # A plain mapping cannot be read by attribute, so plugins get the Spec instead.
+        plain = _is_mapping(actor) and not any(name in actor and hasattr(actor, name) for name in Spec.model_fields)
+        values = _actor_values(actor, plain)
+    except ConfigError:
+        raise
+    except Exception as error:  # an attribute or a key of the caller's own object failed
+        raise InvalidValue("the configuration cannot be read", at="actor", found=error) from error
     source = Source(None if plain else actor, file, lines)
     try:
-        spec = Spec.model_validate(_actor_values(actor, plain))
+        spec = Spec.model_validate(values)
     except ValidationError as error:
         raise _ours(error, source) from None
     spec._source = source
@@ -365,7 +381,8 @@ def _ours(error: ValidationError, source: Source) -> ConfigError:
     """The first mistake that pydantic found, as our error."""
     first = error.errors(include_url=False)[0]
     kind, found = first["type"], shown(first["input"])
-    loc = tuple(name for name in first["loc"] if name != "[key]")  # which is how pydantic marks a mapping's bad key
+    # "[key]" is how pydantic marks a mapping's bad key; it names none where a key of the actor itself is no text.
+    loc = tuple(name for name in first["loc"] if name != "[key]") or ("a key",)
     at = source.at(".".join(("actor", *map(str, loc))))
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):

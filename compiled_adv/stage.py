@@ -18,6 +18,7 @@ class Stage:
     reads: ClassVar[tuple[str, ...]] = ()
     writes: ClassVar[tuple[str, ...]] = ()
     flags: ClassVar[tuple[str, ...]] = ()
+    mixes_rows: ClassVar[bool] = False  # what it gives for a row depends on other rows
     opaque: ClassVar[bool] = False  # a user's function: it sees exact shapes and runs between two segments
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

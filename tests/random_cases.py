@@ -27,6 +27,9 @@ LAMBDAS = (
 )
 
 
+# It holds every case, so that a configuration is compiled once.
+BUCKET = {"rows": [8], "tokens": [128]}
+
 # Of adv_norm: far above the rounding of float32 advantages, which a smaller one would blow up to any size.
 EPS = 0.05
 
@@ -43,7 +46,8 @@ class Case:
     def on(self, backend: str) -> dict[str, Any]:
         """The configuration for another backend."""
         actor = self.config["actor"]
-        return {"actor": actor | {"advantage": actor.get("advantage", {}) | {"backend": backend}}}
+        chosen = {"backend": backend} | ({"compiled": {"buckets": BUCKET}} if backend == "compiled" else {})
+        return {"actor": actor | {"advantage": actor.get("advantage", {}) | chosen}}
 
     def with_batch(self, batch: dict[str, Any]) -> Case:
         return replace(self, batch=batch)
@@ -136,19 +140,31 @@ def cases(
     else:
         template, config = None, draw(configs(levels))
         keys = {key for key in sorted(OPTIONAL) if draw(st.booleans())} | needs
+    rng = random.Random(draw(st.integers(0, 2**32 - 1)))
+    shape = draw(st.integers(1, 7)), draw(st.integers(1, 12))
+    mode = template.mode if template else draw(st.sampled_from(["additive", "gvpo", "process_weighted"]))
+    return make_case(rng, config, keys, mode, shape, draw(st.sampled_from(metas)))
+
+
+def fixed_case(template: Template, rng: random.Random, rows: int, tokens: int, meta: str = "none") -> Case:
+    """A legal call of a template, of this shape and kind of metadata."""
+    return make_case(rng, {"actor": template.actor}, set(template.keys), template.mode, (rows, tokens), meta)
+
+
+def make_case(
+    rng: random.Random, config: dict[str, Any], keys: set[str], mode: str, shape: tuple[int, int], meta: str
+) -> Case:
+    """A legal call with these optional keys, and with those that the configuration needs."""
     actor = config["actor"]
     strict = (actor.get("advantage") or {}).get("rules") == "strict"
     by_turn = actor.get("gae_timestep_unit") == "turn"
-    keys |= {"prox_logp"} if actor.get("recompute_logprob") else set()
+    keys = keys | ({"prox_logp"} if actor.get("recompute_logprob") else set())
     keys |= {"turn_ids"} if by_turn else set()
     keys |= {"is_truncated"} if strict else set()
 
-    rng = random.Random(draw(st.integers(0, 2**32 - 1)))
-    rows, tokens = draw(st.integers(1, 7)), draw(st.integers(1, 12))
     legal_wrap = strict or not (by_turn or isinstance(actor.get("gae_lambda"), str))
-    batch = make_batch(rng, rows, tokens, wrap=legal_wrap)
+    batch = make_batch(rng, *shape, wrap=legal_wrap)
     batch = {key: x for key, x in batch.items() if key in keys or key not in OPTIONAL}
-    mode = template.mode if template else draw(st.sampled_from(["additive", "gvpo", "process_weighted"]))
     folds = not actor.get("token_rewards_as_adv", True)
     if mode == "process_weighted" and actor.get("mask_no_eos_with_zero"):
         mode = "gvpo"
@@ -156,8 +172,7 @@ def cases(
         mode = "additive"
     if "token_rewards" in batch:
         _legal_process_rewards(batch, fold=folds, unit=mode == "process_weighted")
-    meta = make_meta(rng, draw(st.sampled_from(metas)), batch)
-    return Case(config, batch, meta, {"advantage_shaping_mode": mode})
+    return Case(config, batch, make_meta(rng, meta, batch), {"advantage_shaping_mode": mode})
 
 
 def make_batch(rng: random.Random, rows: int, tokens: int, *, wrap: bool) -> dict[str, Any]:

@@ -12,11 +12,11 @@ ROOT = Path(__file__).parent.parent
 # Each room in the order of the arrow. A new file gets its place here.
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("errors", "scalars", "memory"),
+    ("kernels",),
     ("config_file", "batch", "channel", "stage", "cache", "advantage_algorithms"),
     ("spec", "advantage"),  # parse, and the contracts
-    ("gae",),
+    ("gae", "plugins"),
     ("resolve",),
-    ("kernels",),
     ("stages",),
     ("pipeline",),  # wire
     ("verify", "status", "admit"),
@@ -25,6 +25,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("program",),  # lower
     ("bucket", "inductor", "cudagraph", "distributed"),
     ("executable", "reference"),  # compile, run
+    ("placing",),
     ("show", "summary", "stats", "shadow", "rollouts"),  # show
     ("compiler",),
     ("__init__",),

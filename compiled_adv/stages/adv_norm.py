@@ -23,6 +23,7 @@ class SingleRollouts(Stage):
     """Rows whose group has one member: one row, or one logical rollout however many rows."""
 
     slot = "actor.adv_norm"
+    mixes_rows = True
     reads = ("row_groups", "member_of_row")
     writes = ("single",)
 
@@ -38,6 +39,7 @@ class AdvantageScale(Stage):
     """What the norm block makes of those moments: x becomes (x - mean) * factor, and whether any token is active."""
 
     slot = "actor.adv_norm"
+    mixes_rows = True
     reads = (
         "unit_n",
         "unit_groups",
@@ -70,6 +72,7 @@ class ActiveAdvantages(Stage):
     """A norm block without levels: inactive columns become 0, unless none is active in the batch."""
 
     slot = "actor.adv_norm"
+    mixes_rows = True
     reads = ("advantages", "loss_mask", "n_active")
     writes = ("advantages",)
 

@@ -1,14 +1,15 @@
 """Takes a resolved user function and its contract's inputs; gives its checked result, or an error that names it.
 
 The functions here serve every backend. A function gets copies, so no caller's tensor is ever written to; a copy that
-changed is an error. The stages at the end put a function into the Pipeline: it sees exact shapes, never padding.
+changed is an error. The stages at the end put a function into the Pipeline: it sees exact shapes, never padding. One
+that may see padding becomes `Traced`, a stage like any other.
 """
 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,10 +25,12 @@ from compiled_adv.advantage import (
 from compiled_adv.advantage_algorithms import TemporalInputs, TemporalResult
 from compiled_adv.batch import TrajBatchMeta
 from compiled_adv.errors import CompiledAdvError, MissingReferences, PluginRaised, PluginResult, PluginWroteInput
-from compiled_adv.gae import call_lambda, lambda_context
+from compiled_adv.gae import GAELambdaContext, call_lambda, lambda_context
+from compiled_adv.plugins import ProgramData, ProgramMeta
 from compiled_adv.resolve import Plugin
 from compiled_adv.stage import Stage
 from compiled_adv.stages.estimator import clean
+from compiled_adv.stages.select import columns, fact, finite
 
 # A channel by name: None where an optional one is absent.
 Channels = Callable[[str], Any]
@@ -43,6 +46,8 @@ def place(plugin: Plugin) -> str:
 
 def call(plugin: Plugin, inputs: Any) -> Any:
     """The function's raw result on copies of the inputs' tensors."""
+    if plugin.exact is not None and (result := plugin.exact(inputs)) is not None:
+        return result
     handed = _copied(inputs)
     try:
         result = plugin.fn(handed, **copy.deepcopy(dict(plugin.kwargs)))
@@ -104,7 +109,7 @@ def call_compute(plugin: Plugin, inputs: AdvantageInputs, *, decoupled: bool) ->
     result, mask = call(plugin, inputs), inputs.data["loss_mask"]
     rows, device = torch.Size([mask.shape[0]]), mask.device
     out = {}
-    for name in ("advantages", "returns", "loss_mask", "logprobs", "rewards", "tot_rewards", "kl_rewards"):
+    for name in COMPUTED:
         x = _field(plugin, result, AdvantageResult, name)
         out[name] = _checked(plugin, name, x, rows if name == "rewards" else mask.shape, device)
     _binary(plugin, "loss_mask", out["loss_mask"])
@@ -209,11 +214,28 @@ class PluginStage(Stage):
     """A user's function between two segments; `call` sees the admitted batch and exact channels by name."""
 
     opaque = True
+    mixes_rows = True
 
     plugin: Plugin
 
+    def inputs(self, channel: Channels, data: Mapping[str, Any], meta: Any, config: Any) -> Any:
+        """What the function gets."""
+        raise NotImplementedError(f"{type(self).__name__} has no inputs")
+
+    def parts(self, result: Any) -> dict[str, Any]:
+        """A result as tensors by name, unchecked."""
+        raise NotImplementedError(f"{type(self).__name__} has no parts")
+
+    def whole(self, parts: Mapping[str, Tensor]) -> Any:
+        """The result of these parts."""
+        raise NotImplementedError(f"{type(self).__name__} has no result")
+
     def call(self, admitted: "Admitted", channel: Channels) -> tuple[Tensor, ...]:
         raise NotImplementedError(f"{type(self).__name__} has no call")
+
+    def given(self, admitted: "Admitted", channel: Channels) -> Any:
+        """What the function gets for an admitted batch."""
+        return self.inputs(channel, MappingProxyType(dict(admitted.data)), admitted.meta, admitted.config)
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.plugin.path})"
@@ -229,14 +251,23 @@ class OutcomePlugin(PluginStage):
     penalised: bool
     normalised: bool
 
+    def inputs(self, channel: Channels, data: Mapping[str, Any], meta: Any, config: Any) -> OutcomeRewardInputs:
+        if self.penalised and not isinstance(data, ProgramData):
+            data = MappingProxyType({**data, "rewards": channel("rewards")})
+        return OutcomeRewardInputs(data, config, meta)
+
+    def parts(self, result: Any) -> dict[str, Any]:
+        references = getattr(result, "normalization_rewards", None)
+        parts = {"rewards": result.rewards}
+        return parts if references is None else parts | {"normalization_rewards": references}
+
+    def whole(self, parts: Mapping[str, Tensor]) -> OutcomeResult:
+        return OutcomeResult(**parts)
+
     def call(self, admitted: "Admitted", channel: Channels) -> tuple[Tensor, ...]:
-        data = dict(admitted.data)
-        if self.penalised:
-            data["rewards"] = channel("rewards")
-        meta, n_members = admitted.meta, admitted.n_members
+        n_members = admitted.n_members
         required = self.normalised and admitted.explicit_references
-        inputs = OutcomeRewardInputs(MappingProxyType(data), admitted.config, meta)
-        result = call_outcome(self.plugin, inputs, n_members, required)
+        result = call_outcome(self.plugin, self.given(admitted, channel), n_members, required)
         references_U = channel("references").clone()
         if result.normalization_rewards is not None:
             references_U[:n_members] = result.normalization_rewards
@@ -252,13 +283,20 @@ class LambdaPlugin(PluginStage):
 
     unit: str
 
-    def call(self, admitted: "Admitted", channel: Channels) -> tuple[Tensor, ...]:
+    def inputs(self, channel: Channels, data: Mapping[str, Any], meta: Any, config: Any) -> GAELambdaContext:
         context = lambda_context(channel("loss_mask"), None, "token")
         if (counts_B := channel("turn_counts")) is not None:
             context["turn_counts"] = counts_B.to(torch.int64)
         if self.unit == "turn":
             context["timestep_lengths"] = context["turn_counts"].clone()
+        return context
+
+    def parts(self, result: Any) -> dict[str, Any]:
+        return {"gae_lambda": result}
+
+    def call(self, admitted: "Admitted", channel: Channels) -> tuple[Tensor, ...]:
         at = f"actor.gae_lambda = {self.plugin.path}"
+        context = self.given(admitted, channel)
         return (call_lambda(self.plugin.fn, self.plugin.kwargs, context, at=at).to(torch.float64),)
 
 
@@ -280,14 +318,14 @@ class EstimatorPlugin(PluginStage):
 
     discount: float
 
-    def call(self, admitted: "Admitted", channel: Channels) -> tuple[Tensor, ...]:
-        outcome_BT, truncated_B, turn_ids_BT = channel("outcome"), channel("is_truncated"), channel("aligned_turn_ids")
+    def inputs(self, channel: Channels, data: Mapping[str, Any], meta: Any, config: Any) -> TemporalInputs:
+        outcome_BT, truncated_B = channel("outcome"), channel("is_truncated")
 
         def given(name: str, like: Tensor) -> Tensor:
             x = channel(name)
             return torch.zeros_like(like) if x is None else x
 
-        inputs = TemporalInputs(
+        return TemporalInputs(
             outcome_rewards=outcome_BT,
             kl_rewards=channel("kl"),
             process_rewards=given("folded", outcome_BT),
@@ -295,11 +333,19 @@ class EstimatorPlugin(PluginStage):
             bootstrap_values=given("bootstrap_values", truncated_B),
             is_truncated=truncated_B > 0,
             loss_mask=channel("loss_mask"),
-            turn_ids=turn_ids_BT,
+            turn_ids=channel("aligned_turn_ids"),
             discount=self.discount,
-            config=admitted.config,
+            config=config,
         )
-        result = call_estimator(self.plugin, inputs)
+
+    def parts(self, result: Any) -> dict[str, Any]:
+        return {name: getattr(result, name) for name in ("advantages", "returns", "total_rewards")}
+
+    def whole(self, parts: Mapping[str, Tensor]) -> TemporalResult:
+        return TemporalResult(**parts)
+
+    def call(self, admitted: "Admitted", channel: Channels) -> tuple[Tensor, ...]:
+        result = call_estimator(self.plugin, self.given(admitted, channel))
         return result.advantages, result.returns, result.total_rewards
 
 
@@ -310,6 +356,108 @@ class ProcessPlugin(PluginStage):
     reads = ("advantages", "direct?", "loss_mask")
     writes = ("advantages",)
 
+    def inputs(self, channel: Channels, data: Mapping[str, Any], meta: Any, config: Any) -> ProcessAdvantageInputs:
+        return ProcessAdvantageInputs(channel("advantages"), channel("direct"), channel("loss_mask"), config)
+
+    def parts(self, result: Any) -> dict[str, Any]:
+        return {"advantages": result}
+
+    def whole(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return parts["advantages"]
+
     def call(self, admitted: "Admitted", channel: Channels) -> tuple[Tensor, ...]:
-        inputs = ProcessAdvantageInputs(channel("advantages"), channel("direct"), channel("loss_mask"), admitted.config)
-        return (call_process(self.plugin, inputs),)
+        return (call_process(self.plugin, self.given(admitted, channel)),)
+
+
+class ComputePlugin(PluginStage):
+    """A replacement of the whole computation, for one per-call shaping mode. Its result says what it writes."""
+
+    slot = "actor.advantage.compute"
+    reads = ("gvpo",)
+
+    mode: str
+
+    def inputs(self, channel: Channels, data: Mapping[str, Any], meta: Any, config: Any) -> AdvantageInputs:
+        gvpo = channel("gvpo")
+        return AdvantageInputs(data, config, meta, self.mode, gvpo[0], gvpo[1], gvpo[2])
+
+    def parts(self, result: Any) -> dict[str, Any]:
+        extras = getattr(result, "extras", None) or {}
+        return {name: getattr(result, name) for name in COMPUTED} | {f"extras.{k}": extras[k] for k in sorted(extras)}
+
+    def whole(self, parts: Mapping[str, Tensor]) -> AdvantageResult:
+        extras = {k.removeprefix("extras."): x for k, x in parts.items() if k not in COMPUTED}
+        return AdvantageResult(**{k: parts[k] for k in COMPUTED}, extras=extras)
+
+
+class Traced(PluginStage):
+    """A user's function as a part of the Program: pad-safe, pure, and torch can trace it.
+
+    It reads `facts`, what `of` reads, the prompt of each row if it is a function of one prompt, and rollout tensors by
+    key. Padding holds zeros, -1 in turn ids. A result that is not finite, or a mask that is not binary, is flagged: the
+    eager path, which runs in that case, says what is wrong.
+    """
+
+    opaque = False
+    mixes_rows = True
+    STATE: ClassVar[tuple[str, ...]] = ("stage.plugin.fn", "stage.config")  # where it may read more than its arguments
+
+    of: PluginStage
+    config: Any
+    gives: tuple[str, ...]  # the parts of its result
+    keys: tuple[str, ...] = ()  # of the rollout, which it reads
+    hidden: tuple[str, ...] = ()  # others, which it must not
+    meta: bool = False
+    largest: int = 0  # rows of the largest prompt, for a function of one prompt
+
+    def forward(self, facts, *channels):
+        own = {name.removesuffix("?"): x for name, x in zip(self.of.reads, channels, strict=False)}
+        rest = channels[len(self.of.reads) :]
+        like = next(x for x in (*rest, *own.values()) if x is not None)
+        rows_B = torch.arange(len(like), device=facts.device) < fact(facts, "rows")
+
+        def inside(name: str, x: Tensor) -> Tensor:
+            """x, and what padding holds beyond the caller's rows and tokens."""
+            at = rows_B if x.ndim == 1 else rows_B[:, None] & (columns(x) < fact(facts, "tokens"))
+            return torch.where(at, x, x.new_full((), -1 if name.endswith("turn_ids") else 0))
+
+        own = {name: x if x is None or name in WHOLE else inside(name, x) for name, x in own.items()}
+        prompt_B = None
+        if self.largest:
+            prompt_B, rest = (rest[0], rest[1:]) if self.meta else (slices(rows_B, self.largest), rest)
+        rollout = {k: inside(k, x) for k, x in zip(self.keys, rest, strict=True)}
+        if isinstance(self.of, OutcomePlugin) and self.of.penalised:
+            rollout["rewards"] = own["rewards"]
+        meta = ProgramMeta(prompt_B, self.largest) if self.meta or self.largest else None
+        given = self.of.inputs(own.get, ProgramData(rollout, self.hidden), meta, self.config)
+        parts = self.of.parts(self.plugin.fn(given, **self.plugin.kwargs))
+        bad_B = torch.zeros_like(rows_B)
+        results = []
+        for name in self.gives:
+            x = inside(name, parts[name].to(torch.float32))
+            wrong = (x != 0) & (x != 1) if name.endswith(MASKS) else ~finite(x)
+            bad_B = bad_B | (wrong if x.ndim == 1 else wrong.any(1))
+            results.append(x.to(torch.float64) if name == "gae_lambda" else x)
+        if "references" in own:  # outcome shaping hands them on
+            results.append(own["references"])
+        return *results, bad_B
+
+    @property
+    def slot(self) -> str:  # type: ignore[override]
+        return self.of.slot
+
+    def __str__(self) -> str:
+        return f"{self.of}"
+
+
+# Channels that padding does not follow row by row.
+WHOLE = ("gvpo", "references")
+
+# Fields of an AdvantageResult, and those of its parts that are masks.
+COMPUTED = ("advantages", "returns", "loss_mask", "logprobs", "rewards", "tot_rewards", "kl_rewards")
+MASKS = ("loss_mask", "is_truncated")
+
+
+def slices(rows_B: Tensor, size: int) -> Tensor:
+    """The prompt of each row where prompts are slices of `size` rows; -1 where `rows_B` is not set."""
+    return torch.where(rows_B, torch.arange(len(rows_B), device=rows_B.device) // size, -1)

@@ -31,6 +31,7 @@ class Score(Stage):
 class RowGroups(Stage):
     """Prompt of each row: by metadata, else by slices of `group_size`; rows beyond the last full slice have none."""
 
+    mixes_rows = True
     reads = ("group_of_row", "facts")
     writes = ("row_groups",)
     flags = ("rows_outside_groups",)
@@ -53,6 +54,7 @@ class Units(Stage):
     """Score of each unit as moments of one cell, its group, and whether it counts (by default every unit does)."""
 
     slot = "actor.reward_norm"
+    mixes_rows = True
     reads = ("rewards", "references", "member_of_row", "first_row", "row_groups", "is_truncated", "facts")
     writes = ("unit_n", "unit_mean", "unit_m2", "unit_groups")
     flags = ("split_rows_differ",)
@@ -79,6 +81,7 @@ class SameRawRewards(Stage):
     """With a length penalty, the rows of a split rollout must agree before it too."""
 
     slot = "actor.reward_norm"
+    mixes_rows = True
     reads = ("rewards", "references", "member_of_row", "first_row")
     flags = ("split_rows_differ",)
 
@@ -102,6 +105,7 @@ class RewardNorm(Stage):
     """(score - mean of its unit) / scale of its unit."""
 
     slot = "actor.reward_norm"
+    mixes_rows = True
     reads = (
         "scores",
         "unit_n",

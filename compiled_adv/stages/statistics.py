@@ -31,6 +31,7 @@ class Moments:
 class GroupMoments(Stage):
     """Moments of each unit's group, at the unit; zeros outside every group."""
 
+    mixes_rows = True
     reads = ("unit_n", "unit_mean", "unit_m2", "unit_groups")
     writes = ("group_n", "group_mean", "group_m2")
 
@@ -43,6 +44,7 @@ class GroupMoments(Stage):
 class BatchMoments(Stage):
     """Moments of all units."""
 
+    mixes_rows = True
     reads = ("unit_n", "unit_mean", "unit_m2")
     writes = ("batch_n", "batch_mean", "batch_m2")
 

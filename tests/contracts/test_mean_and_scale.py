@@ -9,6 +9,8 @@
 
 import math
 
+import pytest
+
 from tests.contracts.small import group, meta_of, near, rows
 
 RAW = {"mean_level": None, "mean_leave1out": False, "std_level": None, "std_unbiased": True, "eps": 0.0}
@@ -141,6 +143,36 @@ def test_an_empty_part_has_std_one(run):
     norm = RAW | {"std_level": "group", "std_unbiased": False}
     got = run(rows("ppp", "pgg", rewards=[5.0, 3.0]), {"adv_norm": norm}, meta_of(1, 1))
     assert got["advantages"].tolist() == [[0.0] * 3, [1.0, 1.0, 0.0]]
+
+
+# ---- mixed levels: the std is around the means that were asked for, over the part that was asked for ----
+
+# rewards 0, 2 and 1, 7 in two groups; distance of each from its mean
+DISTANCES = {
+    ("group", False): [-1.0, 1.0, -3.0, 3.0],
+    ("group", True): [-2.0, 2.0, -6.0, 6.0],
+    ("batch", False): [-2.5, -0.5, -1.5, 4.5],
+    ("batch", True): [-10 / 3, -2 / 3, -2.0, 6.0],
+    (None, False): [0.0, 2.0, 1.0, 7.0],
+}
+
+
+@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize("std_level", ["group", "batch"])
+@pytest.mark.parametrize(("mean_level", "leave1out"), DISTANCES)
+@pytest.mark.parametrize("norm", ["reward_norm", "adv_norm"])
+def test_levels_may_be_mixed(run, norm, mean_level, leave1out, std_level, unbiased):
+    away = DISTANCES[mean_level, leave1out]
+    parts = [away[:2], away[2:]] if std_level == "group" else [away]
+    stds = [math.sqrt(sum(x * x for x in part) / (len(part) - unbiased)) for part in parts for _ in part]
+    block = RAW | {
+        "mean_level": mean_level,
+        "mean_leave1out": leave1out,
+        "std_level": std_level,
+        "std_unbiased": unbiased,
+    }
+    out = run(rows(*["pg"] * 4, rewards=[0.0, 2.0, 1.0, 7.0]), {norm: block}, meta_of(2, 2))
+    assert near(out["advantages"][:, 0], [x / std for x, std in zip(away, stds, strict=True)])
 
 
 # ---- both levels null ----

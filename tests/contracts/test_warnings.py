@@ -147,6 +147,17 @@ def test_strict_turn_gae_accepts_a_generated_first_token(run):
     assert out["advantages"].tolist() == [[1.0, 1.0, 0.0]]
 
 
+def test_strict_lengths_of_lambda_functions_leave_the_first_token_out(run, seen):
+    run(rows("ggg.", "pgg."), under("strict", {"gae_lambda": "tests.contracts.plugins_under_test.see_lambda"}))
+    assert seen[-1]["effective_token_lengths"].tolist() == [2, 2]
+
+
+def test_strict_built_in_lambda_functions_leave_the_first_token_out(run):
+    # two tokens: 1 - 1 / 2
+    built_in = {"gae_lambda": "compiled_adv.gae.vapo_length_adaptive_gae", "gae_lambda_kwargs": {"alpha": 1.0}}
+    assert run(rows("ggg.", rewards=[1.0]), under("strict", built_in))["advantages"].tolist() == [[0.5, 1.0, 0.0, 0.0]]
+
+
 def test_the_length_penalty_counts_the_first_token_under_strict_rules_too(run):
     # three generated of a budget of 1 before the tail: -(3 - 1) / 2
     assert run(rows("ggg"), under("strict", PENALTY))["rewards"].tolist() == [-1.0]
@@ -223,7 +234,9 @@ def test_strict_makes_a_batch_smaller_than_its_group_size_one_group(run):
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("kl_ctl", [0.1, -0.1])
 def test_kl_without_a_reference_is_warned_of_on_rows_with_an_action(run, rules, kl_ctl):
-    assert warned(run, rows("pg", "pp", "pg"), {"kl_ctl": kl_ctl}, rules=rules)["kl_without_reference"] == [0, 2]
+    # a generated first token alone is no action
+    batch = rows("pg", "pp", "gp", "pg")
+    assert warned(run, batch, {"kl_ctl": kl_ctl}, rules=rules)["kl_without_reference"] == [0, 3]
 
 
 @pytest.mark.parametrize(("kl_ctl", "channels"), [(0.0, {}), (0.1, {"ref_logp": [[0.0, 0.0]]})])

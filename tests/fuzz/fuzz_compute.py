@@ -1,10 +1,12 @@
 """Any dict of tensors, any metadata and any per-call values: what the loops give, or a CompiledAdvError.
 
     compute(batch, meta, **call) on each backend of FUZZ_BACKENDS (eager; add compiled), against the reference
+    compute.compute_advantages(list of dicts, **call) likewise
 
 An example starts from a legal call, so that more than the first check is reached, and spoils some of it.
 """
 
+import ctypes
 import json
 import os
 from collections.abc import Callable
@@ -36,7 +38,7 @@ META = ("n_trajs", "traj_group_sizes", "traj_seqlens", "rollout_groups", "more")
 @dataclass(frozen=True)
 class Example:
     config: dict[str, Any]
-    batch: Any
+    batch: Any  # a mapping; or, if there is no metadata for it, a list of mappings, one for each prompt
     meta: Any
     call: dict[str, Any]
 
@@ -184,12 +186,17 @@ def metas(draw: st.DrawFn, meta: Any) -> Any:
 # ---- a whole call ----
 
 
-PARTS = ("tensor",) * 6 + ("key", "junk", "batch", "meta", "meta", "call", "call")
+PARTS = ("tensor",) * 6 + ("key", "junk", "batch", "meta", "meta", "call", "call", "number", "number")
+NUMBERS = (
+    *("discount", "gae_lambda", "kl_ctl", "reward_bias", "reward_scaling", "reward_clip", "overlong_penalty_factor"),
+    *("overlong_tokens", "max_new_tokens", "reward_norm", "adv_norm"),
+)
 
 
 @st.composite
 def examples(draw: st.DrawFn, compiled: bool = False) -> Example:
     case = draw(cases(fixed=FIXED) if compiled else cases())
+    config = case.config
     batch: Any = dict(case.batch)
     meta: Any = case.meta
     call: dict[str, Any] = dict(case.call)
@@ -207,7 +214,43 @@ def examples(draw: st.DrawFn, compiled: bool = False) -> Example:
             meta = draw(metas(case.meta))
         elif part == "call":
             call[draw(st.sampled_from(CALL))] = draw(things)
-    return Example(case.config, batch, meta, call)
+        elif part == "number" and not compiled:
+            config = draw(other_numbers(config))
+    return Example(config, batch, meta, call)
+
+
+@st.composite
+def other_numbers(draw: st.DrawFn, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with one number at an edge."""
+    actor, name = dict(config["actor"]), draw(st.sampled_from(NUMBERS))
+    if not name.endswith("_norm"):
+        actor[name] = draw(numbers)
+    elif actor.get(name):
+        actor[name] = actor[name] | {draw(st.sampled_from(("eps", "group_size"))): draw(numbers)}
+    return {"actor": actor}
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Example:
+    """A legal call with one dict for each prompt, some of it spoiled."""
+    case = draw(cases(metas=("sizes", "rollouts")))
+    trajs: Any = compiled_adv.split_batch(case.batch, case.meta)
+    for part in draw(st.lists(st.sampled_from(PARTS), max_size=2)):
+        traj = trajs[draw(st.integers(0, len(trajs) - 1))] if isinstance(trajs, list) and trajs else None
+        if not isinstance(traj, dict):
+            continue
+        if part == "tensor":
+            key = draw(st.sampled_from(KEYS))
+            traj[key] = draw(changed(traj.get(key)))
+        elif part == "key":
+            traj.pop(draw(st.sampled_from(KEYS)), None)
+        elif part == "junk":
+            traj[draw(texts | st.integers())] = draw(things)
+        elif part == "meta":
+            traj["rollout_group"] = draw(things | st.dictionaries(st.sampled_from(("row_counts", "rewards")), things))
+        elif part == "batch":
+            trajs = draw(things) if draw(st.booleans()) else [{}] * len(trajs)
+    return Example(case.config, trajs, None, dict(case.call))
 
 
 @lru_cache(maxsize=256)
@@ -219,12 +262,23 @@ def outcome(example: Example, backend: str) -> Any:
     """(outputs, warnings), or the class of the error."""
     actor = example.config["actor"]
     advantage = actor.get("advantage", {}) | {"backend": backend}
-    compute = _built(json.dumps({"actor": actor | {"advantage": advantage}}))
+    config = {"actor": actor | {"advantage": advantage}}
     try:
+        compute = _built(json.dumps(config)) if _compact(config) else compiled_adv.build(config)
+        if isinstance(example.batch, list) and example.meta is None:
+            outs = compute.compute_advantages(example.batch, **example.call)
+            return compiled_adv.concat_batch(outs)[0], compute.last_warnings
         return compute(example.batch, example.meta, **example.call), compute.last_warnings
     except CompiledAdvError as error:
         assert len(str(error)) < 5000, "a message is read by people"
         return type(error)
+
+
+def _compact(config: Any) -> bool:
+    try:
+        return len(json.dumps(config)) < 5000
+    except ValueError:  # an integer of thousands of digits
+        return False
 
 
 def check(example: Example, backends: list[str]) -> None:
@@ -244,12 +298,15 @@ def _same(got: Any, want: Any, batch: Any) -> None:
     """Equal to float32 rounding at the size of the numbers that went into a channel; and finite."""
     assert got[1] == want[1], (got[1], want[1])
     assert got[0].keys() == want[0].keys()
-    size = max((_size(x) for x in [*batch.values(), *want[0].values()] if isinstance(x, Tensor)), default=1.0)
+    given = batch if isinstance(batch, dict) else {}
+    size = max((_size(x) for x in [*given.values(), *want[0].values()] if isinstance(x, Tensor)), default=1.0)
     for key, expected in want[0].items():
-        if expected is batch.get(key):
-            assert got[0][key] is expected
+        have = got[0][key]
+        if expected is given.get(key):
+            assert have is expected
             continue
-        have, expected = got[0][key], expected
+        if not isinstance(expected, Tensor):
+            continue
         assert have.dtype == expected.dtype and have.shape == expected.shape, key
         assert not have.requires_grad and have.layout == torch.strided
         if have.dtype in (torch.float32, torch.float64):
@@ -272,11 +329,17 @@ def _content(batch: Any) -> dict[Any, Any]:
     """The bytes behind every tensor that has some."""
     entries = batch.items() if isinstance(batch, dict) else ()
     dense = {k: x for k, x in entries if isinstance(x, Tensor) and x.layout == torch.strided and x.device.type == "cpu"}
-    return {key: bytes(x.untyped_storage()) for key, x in dense.items() if not x.is_nested}
+    memory = {key: x.untyped_storage() for key, x in dense.items() if not x.is_nested}
+    return {key: ctypes.string_at(x.data_ptr(), min(x.nbytes(), 1 << 16)) for key, x in memory.items() if x.nbytes()}
 
 
 @given(examples())
 def fuzz_compute(example: Example) -> None:
+    check(example, [backend for backend in BACKENDS if backend != "compiled"])
+
+
+@given(prompts())
+def fuzz_prompts(example: Example) -> None:
     check(example, [backend for backend in BACKENDS if backend != "compiled"])
 
 

@@ -1,4 +1,4 @@
-"""Eager against the plain loops, over the whole configuration space."""
+"""Every backend against the plain loops: eager over the whole configuration space, compiled over twelve of it."""
 
 import warnings
 
@@ -6,7 +6,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import compiled_adv
-from tests.random_cases import Case, cases
+from tests.compiled import shared
+from tests.random_cases import FIXED, Case, cases
 
 SETTINGS = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 TOLERANCE = 1e-5
@@ -14,7 +15,8 @@ TOLERANCE = 1e-5
 
 def outcome_of(case: Case, backend: str):
     """(outputs, warnings), or the class of the error."""
-    compute = compiled_adv.build(case.on(backend))
+    config = case.on(backend)
+    compute = shared.built(config) if backend == "compiled" else compiled_adv.build(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", compiled_adv.AdvantageWarning)
         try:
@@ -46,3 +48,9 @@ def assert_same(got, expected) -> None:
 @given(cases())
 def test_eager_gives_what_the_loops_give(case: Case) -> None:
     assert_same(outcome_of(case, "eager"), outcome_of(case, "reference"))
+
+
+@SETTINGS
+@given(cases(fixed=FIXED))
+def test_compiled_gives_what_the_loops_give(case: Case) -> None:
+    assert_same(outcome_of(case, "compiled"), outcome_of(case, "reference"))

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -16,10 +15,12 @@ from torch import Tensor
 
 import compiled_adv
 from compiled_adv import TrajBatchMeta
+from tests.compiled import shared
+from tests.flavours import FLAVOURS, strided
 from tests.random_cases import FIXED, Case, cases
 
 # Backend -> the configurations it is tested on; None is the whole space.
-BACKENDS = {"eager": None, "reference": FIXED}
+BACKENDS = {"eager": None, "reference": FIXED, "compiled": FIXED}
 SETTINGS = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 TOLERANCE = 1e-6  # sums may run in another order
 
@@ -28,8 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::compiled_adv.AdvantageWarning")
 
 OWN_SLOT = ("logprobs", "token_rewards")  # active where the token was generated
 ALIGNED = ("prox_logp", "ref_logp", "values")  # active where the aligned loss mask is set
-FLOATS = (*OWN_SLOT, *ALIGNED, "rewards", "mopd_teacher_logp_sum")
-MASKS = ("attention_mask", "loss_mask", "is_truncated")
 
 Result = tuple[dict[str, Any], dict[str, list[int]]]
 
@@ -45,7 +44,7 @@ def _built(config: str) -> compiled_adv.Compute:
 
 def built(case: Case, backend: str) -> compiled_adv.Compute:
     """One instance per configuration, as in a trainer; what an instance kept from another call must not show."""
-    return _built(json.dumps(case.on(backend)))
+    return shared.built(case.on(backend)) if backend == "compiled" else _built(json.dumps(case.on(backend)))
 
 
 def run(case: Case, backend: str) -> Result:
@@ -258,13 +257,6 @@ def test_loss_mask_and_truncation_count_what_is_not_zero(backend: str, data: st.
 # ---- the caller's objects ----
 
 
-def strided(x: Tensor) -> Tensor:
-    """The same numbers as a view into a larger storage, contiguous in no dimension."""
-    big = torch.full([2 * n for n in reversed(x.shape)], 1, dtype=x.dtype)
-    view = big[tuple(slice(None, None, 2) for _ in x.shape)]
-    return (view.T if x.ndim == 2 else view).copy_(x)
-
-
 def snapshot(case: Case) -> Any:
     """The batch's entries, every byte of their storage (slots outside a view included) and the metadata."""
     entries = [(key, id(x)) for key, x in case.batch.items()]
@@ -318,12 +310,11 @@ def test_inputs_stay_bit_identical(backend: str, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_a_refused_call_leaves_inputs_and_the_next_call_alone(backend: str, name: str, data: st.DataObject) -> None:
     case = drawn(data, backend)
-    fresh = compiled_adv.build(case.on(backend))
-    want = fresh(case.batch, case.meta, **case.call)
-    refused(case, backend, name)  # on the shared instance
+    want, want_warnings = run(case, backend)
+    refused(case, backend, name)
     got, got_warnings = run(case, backend)
     same(computed(got, case), computed(want, case))
-    assert got_warnings == fresh.last_warnings
+    assert got_warnings == want_warnings
 
 
 @each_backend
@@ -371,61 +362,6 @@ def test_what_is_not_computed_passes_as_the_same_object(backend: str, data: st.D
 # ---- flavours of tensors and of torch's own state ----
 
 
-def cast(keys: tuple[str, ...], dtype: torch.dtype) -> Any:
-    return lambda batch: batch | {key: batch[key].to(dtype) for key in keys if key in batch}
-
-
-def each(change: Any) -> Any:
-    return lambda batch: {key: change(x) for key, x in batch.items()}
-
-
-def as_they_are(batch: dict[str, Any]) -> dict[str, Any]:
-    return batch
-
-
-def requiring_grad(batch: dict[str, Any]) -> dict[str, Any]:
-    leaves = each(lambda x: x.clone().requires_grad_() if x.is_floating_point() else x)(batch)
-    return leaves | {"logprobs": leaves["logprobs"] * 1}  # one with a history
-
-
-def inference_tensors(batch: dict[str, Any]) -> dict[str, Any]:
-    with torch.inference_mode():
-        return each(torch.clone)(batch)
-
-
-class float64_by_default:
-    def __enter__(self) -> None:
-        torch.set_default_dtype(torch.float64)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_default_dtype(torch.float32)
-
-
-# name -> (the batch in another guise, the state that torch is in). The cases' numbers are exact in every dtype here.
-FLAVOURS = {
-    "non-contiguous": (each(strided), nullcontext),
-    "float64": (cast(FLOATS, torch.float64), nullcontext),
-    "bfloat16": (cast(FLOATS, torch.bfloat16), nullcontext),
-    "float16": (cast(FLOATS, torch.float16), nullcontext),
-    **{
-        f"{str(dtype).removeprefix('torch.')} masks": (cast(MASKS, dtype), nullcontext)
-        for dtype in (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
-        + (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    },
-    **{
-        f"{str(dtype).removeprefix('torch.')} turn ids": (cast(("turn_ids",), dtype), nullcontext)
-        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)
-    },
-    "requires grad": (requiring_grad, torch.enable_grad),
-    "inference tensors": (inference_tensors, nullcontext),
-    "inference mode": (as_they_are, torch.inference_mode),
-    "inference tensors in inference mode": (inference_tensors, torch.inference_mode),
-    "no grad": (as_they_are, torch.no_grad),
-    "autocast": (as_they_are, lambda: torch.autocast("cpu", torch.bfloat16)),
-    "float64 by default": (as_they_are, float64_by_default),
-}
-
-
 @each_backend
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @settings(SETTINGS, max_examples=8)
@@ -436,7 +372,7 @@ def test_the_flavour_of_the_input_changes_no_bit(backend: str, flavour: str, dat
     want = computed(run(case, backend)[0], case)
     batch = guise(case.batch)
     with state():
-        got = compiled_adv.build(case.on(backend))(batch, case.meta, **case.call)
+        got = built(case, backend)(batch, case.meta, **case.call)
     same({key: got[key] for key in want}, want)
     assert not any(got[key].requires_grad or got[key].is_inference() for key in want)
 

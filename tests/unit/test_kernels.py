@@ -166,6 +166,20 @@ def test_turn_counts_are_the_loop(form, case, shuffled):
 
 
 @both_forms
+@few
+@given(case=cases)
+def test_discounted_sum_is_the_loop(form, case):
+    factor = case.values.clamp(-1, 1)
+    expected = torch.zeros(case.mask.shape)
+    for b in range(len(expected)):
+        after = 0.0
+        for t in reversed(range(expected.shape[1])):
+            after = case.rewards[b, t].item() + factor[b, t].item() * after
+            expected[b, t] = after
+    close(form["discounted_sum"](case.rewards, factor), expected)
+
+
+@both_forms
 @pytest.mark.parametrize("value", [0.1, -3e7, 1e-30])
 def test_equal_numbers_have_no_spread_at_all(form, value):
     moments = form["row_moments"](torch.full((5, 300), value), torch.ones(5, 300))
@@ -210,6 +224,8 @@ def everything(case):
         *NATIVE["merge_moments"](*moments, torch.arange(len(case.mask)) % 2),
         *NATIVE["turn_totals"](case.rewards, case.values, case.ids, case.mask),
         *NATIVE["turn_counts"](case.ids, case.mask),
+        # what pads a row is 0 here, as a user's function gets it
+        NATIVE["discounted_sum"](*(torch.where(case.mask != 0, x, 0.0) for x in (case.rewards, case.values))),
     ]
 
 
@@ -278,6 +294,7 @@ def test_what_a_compiler_is_told_about_an_operator_is_true(name):
         "merge_moments": (n, mean, m2, torch.arange(4) % 2),
         "turn_totals": (case.rewards, None, case.ids, case.mask),
         "turn_counts": (case.ids, case.mask),
+        "discounted_sum": (case.rewards, case.values),
     }[name]
     torch.library.opcheck(NATIVE[name], args, test_utils=("test_schema", "test_faketensor"))
 

@@ -17,18 +17,20 @@ from compiled_adv.status import WARNINGS
 from tests.contracts.small import group, meta_of, near, rows
 
 HERE = __name__
+ACTOR: dict[str, Any] = {"kl_ctl": 0.0, "advantage": {"backend": "eager"}}
 pytestmark = pytest.mark.filterwarnings("ignore::compiled_adv.AdvantageWarning")
 BATCH = rows("pgg", "pgp", rewards=[1, -1], token_rewards=[[0, 1, 0], [0, 0, 0]])
 
 
 def build(against: str, every: int = 1, **advantage: Any) -> compiled_adv.Compute:
     path = against if against in ("eager", "reference", "eagre") else f"{HERE}.{against}"
-    return compiled_adv.build({"kl_ctl": 0.0, "advantage": {"shadow": {"against": path, "every": every}, **advantage}})
+    block = ACTOR["advantage"] | {"shadow": {"against": path, "every": every}, **advantage}
+    return compiled_adv.build(ACTOR | {"advantage": block})
 
 
 def same(inputs: AdvantageInputs) -> dict[str, torch.Tensor]:
     """The default computation by another instance."""
-    return compiled_adv.build({"kl_ctl": 0.0})(inputs.data, inputs.meta)
+    return compiled_adv.build(ACTOR)(inputs.data, inputs.meta)
 
 
 def off_by_a_half(inputs: AdvantageInputs) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def test_the_largest_difference_is_kept_and_the_last_one_told_apart() -> None:
 
 
 def same_batch() -> torch.Tensor:
-    return compiled_adv.build({"kl_ctl": 0.0})(BATCH)["advantages"]
+    return compiled_adv.build(ACTOR)(BATCH)["advantages"]
 
 
 def test_the_function_gets_metadata_and_per_call_values() -> None:
@@ -242,7 +244,7 @@ def test_a_path_that_leads_nowhere_is_refused_at_build() -> None:
 
 
 def test_stats_have_the_same_names_at_every_step() -> None:
-    compute = compiled_adv.build({"kl_ctl": 0.0})
+    compute = compiled_adv.build(ACTOR)
     before = compute.stats()
     compute(BATCH)
     assert compute.stats().keys() == before.keys()
@@ -254,7 +256,7 @@ def test_stats_are_floats() -> None:
 
 
 def test_stats_count_the_rows_of_each_warning_of_the_last_call() -> None:
-    compute = compiled_adv.build({"kl_ctl": 0.0})
+    compute = compiled_adv.build(ACTOR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compute(rows("pgp", "pgp", "pgg"))

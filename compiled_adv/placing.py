@@ -1,0 +1,476 @@
+"""Takes the stages of a Pipeline that are users' functions; gives each its place in the compiled backend, and why.
+
+    program    pad-safe, and torch can trace it: a stage of the Program like any other
+    compiled   torch can trace it, but it must see exact shapes: between two segments, compiled for any shape
+    eager      between two segments, as it is
+
+A function is captured alone, on a few rows and tokens (inductor.capture), so that a reason names it and its line. What
+was declared pad-safe, or compiled, is checked on the first batch of its kind against what the function gave for it.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_adv import kernels
+from compiled_adv.batch import TrajBatchMeta
+from compiled_adv.bucket import rung
+from compiled_adv.errors import PadUnsafe, PluginSplits
+from compiled_adv.gae import BUILT_IN_LAMBDAS
+from compiled_adv.inductor import Captured, NotCaptured, capture, compile_any_shape, why_not
+from compiled_adv.pipeline import FLAG, Node, Pipeline
+from compiled_adv.plugins import ProgramData, ProgramMeta, is_pad_safe, prompts_of
+from compiled_adv.resolve import Place, Plugin
+from compiled_adv.stages.plugin import COMPUTED, ComputePlugin, LambdaPlugin, OutcomePlugin, PluginStage, Traced, place
+
+# Two small batches: a graph that is another one for the second grows with the batch.
+SMALL = ((8, 16), (16, 24))
+
+# What a claim is checked with: the first batch with so many rows and tokens of padding.
+MORE_ROWS, MORE_TOKENS = 3, 5
+
+PAD_SAFE = "@compiled_adv.pad_safe, if padding does not change its result"
+
+MOST_FORMS = 4  # signatures of inputs for which one function is compiled
+
+PER_ROW = ("rewards", "references", "bootstrap_values", "is_truncated", "turn_counts", "gae_lambda")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The inputs of a function as tensors by name, and what else of them a graph may depend on."""
+
+    stage: PluginStage
+    template: Any  # inputs of this form
+    tensors: dict[str, Tensor]
+    hidden: tuple[str, ...] = ()  # keys of the rollout that are no tensor of its rows and tokens
+    largest: int = 0  # rows of the largest prompt, for a function of one prompt
+
+    @property
+    def signature(self) -> Hashable:
+        kinds = tuple((name, x.dtype, x.ndim) for name, x in self.tensors.items())
+        return kinds, self.hidden, getattr(self.template, "meta", None) is None, self.largest
+
+    def sized(self, rows: int, tokens: int) -> dict[str, Tensor]:
+        """Tensors of this form and another size: zeros, as padding holds."""
+        sizes = (rows, tokens)
+        return {name: x if x.ndim == 0 else x.new_full(sizes[: x.ndim], _pad(name)) for name, x in self.tensors.items()}
+
+    def padded(self, rows: int, tokens: int) -> dict[str, Tensor]:
+        """The tensors with so much padding."""
+        more = (rows, tokens)
+        padded = {}
+        for name, x in self.tensors.items():
+            padded[name] = x.new_full([n + m for n, m in zip(x.shape, more, strict=False)], _pad(name))
+            padded[name][tuple(slice(size) for size in x.shape)] = x
+        return padded
+
+    def function(self, names: tuple[str, ...]) -> Callable[..., dict[str, Any]]:
+        """The user's function of these tensors, giving the parts of its result. Torch traces what is in here."""
+        fn, kwargs, stage = self.stage.plugin.fn, self.stage.plugin.kwargs, self.stage
+        template, largest = self.template, self.largest
+        keys = [name.removeprefix("data:") for name in names if name.startswith("data:")]
+        hidden = (*self.hidden, *(k[5:] for k in self.tensors if k.startswith("data:") and k not in names))
+        constant = {}
+        if is_dataclass(template):
+            constant = {f.name: getattr(template, f.name) for f in fields(template) if f.name not in ("data", "meta")}
+        has_data, has_meta = hasattr(template, "data"), getattr(template, "meta", None) is not None
+
+        def run(*tensors: Tensor) -> dict[str, Any]:
+            given: dict[str, Any] = dict(zip(names, tensors, strict=True))
+            prompt_B = given.pop("prompt", None)
+            rollout = {key: given.pop(f"data:{key}") for key in keys}
+            if not constant:
+                return stage.parts(fn(given, **kwargs))
+            if has_data:
+                meta = ProgramMeta(prompt_B, largest) if has_meta or largest else None
+                given |= {"data": ProgramData(rollout, hidden), "meta": meta}
+            return stage.parts(fn(type(template)(**(constant | given)), **kwargs))
+
+        return run
+
+    def captured(self, tensors: Mapping[str, Tensor]) -> Captured:
+        names = tuple(tensors)
+        return capture(self.function(names), tuple(tensors.values()), names)
+
+
+def form_of(stage: PluginStage, inputs: Any) -> Form:
+    """The form of a function's inputs."""
+    if isinstance(inputs, Mapping):
+        return Form(stage, inputs, dict(inputs))
+    tensors: dict[str, Tensor] = {}
+    hidden: tuple[str, ...] = ()
+    largest = 0
+    for name in (f.name for f in fields(inputs)):
+        value = getattr(inputs, name)
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif name.startswith("gvpo_"):  # they change from call to call: as numbers they would be constants
+            tensors[name] = torch.tensor(value, dtype=torch.float64)
+        elif name == "data":
+            rollout, hidden = tensors_of(value)
+            tensors |= {f"data:{key}": x for key, x in rollout.items()}
+    if by_prompt(stage.plugin):
+        prompt_B, _, largest = prompts_of(inputs.meta, stage.plugin.kwargs.get("group_size"), inputs.data["rewards"])
+        tensors["prompt"] = prompt_B
+        largest = _bound(largest, inputs.meta)
+    return Form(stage, inputs, tensors, hidden, largest)
+
+
+def tensors_of(data: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Tensors of a rollout's rows, or rows and tokens, and the keys of the rest."""
+    shape = data["loss_mask"].shape
+    tensors = {
+        key: x.detach()
+        for key, x in data.items()
+        if isinstance(x, Tensor) and 0 < x.ndim < 3 and x.shape == shape[: x.ndim] and _plain(x)
+    }
+    return tensors, tuple(key for key in data if key not in tensors)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What a Program with a function of the rollout itself depends on beside the channels of a batch."""
+
+    kinds: tuple[tuple[str, torch.dtype, int], ...]  # key, dtype and dims of each tensor
+    hidden: tuple[str, ...]
+    meta: bool
+    explicit: bool  # the metadata gives references
+    largest: int  # rows of the largest prompt, for a function of one prompt
+
+    def blank(self, rows: int, tokens: int, device: torch.device | None = None) -> dict[str, Tensor]:
+        """Tensors of these kinds that hold padding alone."""
+        sizes = (rows, tokens)
+        return {key: torch.full(sizes[:ndim], _pad(key), dtype=dtype, device=device) for key, dtype, ndim in self.kinds}
+
+
+def rollout_of(plugin: Plugin, data: Mapping[str, Any], meta: TrajBatchMeta | None) -> Rollout:
+    tensors, hidden = tensors_of(data)
+    kinds = tuple(sorted(((key, x.dtype, x.ndim) for key, x in tensors.items()), key=lambda kind: kind[0]))
+    largest = 0
+    if by_prompt(plugin):
+        largest = _bound(prompts_of(meta, plugin.kwargs.get("group_size"), data["rewards"])[2], meta)
+    groups = (meta and meta.rollout_groups) or ()
+    explicit = any(reference is not None for group in groups if group for reference in group.rewards)
+    return Rollout(kinds, hidden, meta is not None, explicit, largest)
+
+
+def blank_rollout(channels: Iterable[str]) -> dict[str, Tensor]:
+    """A rollout with these optional channels, in the usual dtypes, where no batch is there to look at."""
+    rows, tokens = SMALL[0]
+    named = dict.fromkeys(("logprobs", *channels), torch.float32)
+    named |= {"input_ids": torch.int64, "loss_mask": torch.int64, "attention_mask": torch.bool}
+    named |= {key: torch.int64 for key in ("turn_ids",) if key in named}
+    data = {key: torch.zeros(rows, tokens, dtype=dtype) for key, dtype in named.items()}
+    return data | {"rewards": torch.zeros(rows), "is_truncated": torch.zeros(rows, dtype=torch.bool)}
+
+
+def _bound(largest: int, meta: TrajBatchMeta | None) -> int:
+    """A bound of a prompt's rows that few batches change."""
+    return largest if meta is None else rung(largest, 1)
+
+
+def by_prompt(plugin: Plugin) -> bool:
+    """Whether it is a function of one prompt."""
+    return getattr(plugin.fn, "by_prompt", False) is True
+
+
+# ---- the place of one function ----
+
+
+def find_place(form: Form) -> tuple[Place, Captured | None]:
+    """Where a function may run, and its graph on a small batch, if there is one."""
+    stage, defined = form.stage, _defined(form.stage.plugin)
+    try:
+        first, second = (form.captured(form.sized(*size)) for size in SMALL)
+        _check_result(form, first)
+    except NotCaptured as error:
+        return Place("eager", error.what, error.line or defined, error.hint), None
+    if first.operations != second.operations:
+        hint = "operations on whole tensors; compiled_adv.discounted_sum for a recurrence over tokens"
+        return Place("eager", "its graph grows with the batch", defined, hint), None
+    if "normalization_rewards" in first.result:
+        why = "it returns normalization_rewards, whose number is the batch's own"
+        return Place("compiled", why, defined), first
+    if not is_pad_safe(stage.plugin.fn):
+        where = "eager" if isinstance(stage, LambdaPlugin) else "compiled"  # one number a row: nothing to gain
+        return Place(where, "it is not declared pad-safe", defined, PAD_SAFE), first
+    return Place("program", line=defined), first
+
+
+def _check_result(form: Form, captured: Captured) -> None:
+    """Every part must be a tensor of rows, or of rows and tokens; what else is wrong, its first call says."""
+    for name, x in captured.result.items():
+        per_row = name in PER_ROW or name.endswith(("normalization_rewards", "is_truncated"))
+        fits = isinstance(x, Tensor) and x.shape == SMALL[0][: 1 if per_row else 2]
+        if not fits or x.is_complex() or x.layout != torch.strided:
+            raise NotCaptured(f"'{name}' of its result is not as documented")
+
+
+class Exact:
+    """A function compiled for any shape. It gives up for good on inputs for which that fails."""
+
+    def __init__(self, stage: PluginStage, place: Place, cache_dir: str | None) -> None:
+        self._stage, self._place, self._cache_dir = stage, place, cache_dir
+        self._compiled: dict[Hashable, tuple[tuple[str, ...], Callable[..., Any]] | None] = {}
+
+    def __call__(self, inputs: Any) -> Any:
+        """The function's result, or None: call it as it is."""
+        form = form_of(self._stage, inputs)
+        try:
+            made = self._made(form)
+            if made is None:
+                return None
+            names, compiled = made
+            return self._stage.whole(compiled(*(form.tensors[name].contiguous() for name in names)))
+        except Exception as error:
+            self.give_up(form, error)
+            return None
+
+    def prepare(self, form: Form) -> None:
+        """Compile for inputs of this form."""
+        try:
+            self._made(form)
+        except Exception as error:
+            self.give_up(form, error)
+
+    def give_up(self, form: Form, error: Exception) -> None:
+        self._compiled[form.signature] = None
+        why = why_not(error)
+        self._place.where, self._place.why, self._place.hint = "eager", why.what, why.hint
+        self._place.line = why.line or self._place.line
+
+    def _made(self, form: Form) -> tuple[tuple[str, ...], Callable[..., Any]] | None:
+        """Which tensors it takes, and the compiled function; of the rollout it takes what it reads alone."""
+        if form.signature not in self._compiled and len(self._compiled) < MOST_FORMS:
+            placed, captured = find_place(form)
+            if captured is None or placed.where == "eager":
+                raise NotCaptured(placed.why, placed.line, placed.hint)
+            names = tuple(n for n in form.tensors if not n.startswith("data:") or n in captured.reads)
+            device = next(iter(form.tensors.values())).device
+            small = form.sized(*SMALL[0])
+            example = [small[name] for name in names]
+            operators = kernels.native(device)
+            run = compile_any_shape(form.function(names), example, replace=operators, cache_dir=self._cache_dir)
+            self._compiled[form.signature] = names, run
+        return self._compiled.get(form.signature)
+
+
+# ---- all functions of a configuration ----
+
+
+@dataclass
+class Watch:
+    """A function that notes what it was given and gave."""
+
+    fn: Callable[..., Any]
+    seen: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def __call__(self, inputs: Any, **kwargs: Any) -> Any:
+        result = self.fn(inputs, **kwargs)
+        self.seen.append((inputs, result))
+        return result
+
+
+def watched(pipeline: Pipeline) -> tuple[Pipeline, dict[str, tuple[PluginStage, Watch]]]:
+    """The Pipeline with every user's function watched; and each stage as it was, with its watch, by node."""
+    nodes, found = [], {}
+    for node in pipeline.nodes:
+        if isinstance(node.stage, PluginStage):
+            stage, watch = node.stage, Watch(node.stage.plugin.fn)
+            found[node.name] = stage, watch
+            node = replace(node, stage=replace(stage, plugin=replace(stage.plugin, fn=watch)))  # type: ignore[type-var]
+        nodes.append(node)
+    return replace(pipeline, nodes=tuple(nodes)), found
+
+
+def whole_computation(plugin: Plugin, mode: str) -> Pipeline:
+    """The Pipeline of a replacement of the whole computation: one stage."""
+    node = Node("ComputePlugin", ComputePlugin(plugin, mode), ("gvpo",), COMPUTED)
+    return Pipeline((node,), ("facts", "gvpo"), tuple((name, name) for name in COMPUTED))
+
+
+def with_extras(pipeline: Pipeline, *, decoupled: bool) -> Pipeline:
+    """The same with what its function turned out to give; outside decoupled loss prox_logp is its logprobs."""
+    outputs = {version.removeprefix("extras."): version for node in pipeline.nodes for version in node.writes}
+    if not decoupled:
+        outputs.setdefault("prox_logp", "logprobs")
+    return replace(pipeline, outputs=tuple(outputs.items()))
+
+
+def blank_inputs(node: Node, rollout: Rollout | None, config: Any) -> Any:
+    """What a user's function would get for a batch of 8 rows that hold padding alone."""
+    stage = node.stage
+    assert isinstance(stage, PluginStage)
+    present = {name.removesuffix("?") for name, v in zip(stage.reads, node.reads, strict=True) if v is not None}
+    rows, tokens = SMALL[0]
+
+    def channel(name: str) -> Tensor | None:
+        if name not in present:
+            return None
+        dtype = torch.int64 if name == "aligned_turn_ids" else torch.float32
+        return torch.zeros(3 if name == "gvpo" else (rows,) if name in PER_ROW else (rows, tokens), dtype=dtype)
+
+    data = None if rollout is None else {**rollout.blank(rows, tokens), **dict.fromkeys(rollout.hidden)}
+    meta = TrajBatchMeta(1, [rows], [tokens], None) if rollout is not None and rollout.meta else None
+    return stage.inputs(channel, data or {}, meta, config)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found out about one function for one kind of batch."""
+
+    place: Place
+    form: Form | None = None
+    captured: Captured | None = None
+    exact: Exact | None = None
+
+
+class Placing:
+    """Where each user's function runs, decided once per kind of batch."""
+
+    def __init__(self, mode: str, cache_dir: str | None) -> None:
+        self._mode, self._cache_dir = mode, cache_dir
+        self._found: dict[tuple[Hashable, str], Found] = {}
+
+    def placed(
+        self,
+        kind: Hashable,
+        pipeline: Pipeline,
+        given: Mapping[str, Any],
+        rollout: Rollout | None,
+        config: Any,
+        *,
+        may_split: bool = False,
+    ) -> Pipeline:
+        """The Pipeline with every user's function in its place, or the error that one cannot be where it is required.
+
+        `given`: what a function got, by node, where that is known. `may_split`: whatever is required.
+        """
+        nodes = []
+        for node in pipeline.nodes:
+            if isinstance(node.stage, PluginStage):
+                if (kind, node.name) not in self._found:
+                    self._found[kind, node.name] = self._find(node, node.stage, given, rollout, config)
+                found = self._found[kind, node.name]
+                if self._mode == "require" and found.place.where != "program" and not may_split:
+                    raise _splits(node.stage.plugin, found.place)
+                node = self._node(node, node.stage, found, config)
+            nodes.append(node)
+        read = {v for node in nodes for v in node.reads if v is not None and v.startswith("data:")}
+        return replace(pipeline, nodes=tuple(nodes), inputs=(*pipeline.inputs, *sorted(read)))
+
+    def warm(self, kind: Hashable) -> None:
+        """Compile what would be compiled by the first call."""
+        for (known, _), found in self._found.items():
+            if known == kind and found.exact is not None and found.form is not None:
+                found.exact.prepare(found.form)
+
+    def move_out(self, kind: Hashable, why: str) -> bool:
+        """No function of this kind is to be part of the Program any longer; False if none was."""
+        inside = [at for at, found in self._found.items() if at[0] == kind and found.place.where == "program"]
+        for at in inside:
+            self._found[at] = Found(Place("eager", why, self._found[at].place.line))
+        return bool(inside)
+
+    def check(self, kind: Hashable, name: str, stage: PluginStage, inputs: Any, result: Any) -> None:
+        """Hold a function's place against what it gave for the first batch of a kind."""
+        found = self._found[kind, name]
+        if found.place.where == "eager":
+            return
+        form, expected = form_of(stage, inputs), stage.parts(result)
+        if found.place.where == "program":
+            try:
+                padded = form.captured(form.padded(MORE_ROWS, MORE_TOKENS)).result
+            except NotCaptured as error:
+                self._found[kind, name] = Found(Place("eager", error.what, error.line or found.place.line, error.hint))
+                return
+            if different := _difference(padded, expected):
+                what = "a function declared pad-safe gives another result for a padded batch"
+                hint = "drop @compiled_adv.pad_safe, or read the masks: padding is zeros, masks are 0"
+                raise PadUnsafe(what, at=f"{place(stage.plugin)} ({found.place.line})", found=different, hint=hint)
+        elif found.exact is not None and (compiled := found.exact(inputs)) is not None:
+            if different := _difference(stage.parts(compiled), expected):
+                found.exact.give_up(form, NotCaptured(f"compiled, it gives another result: {different}"))
+
+    def _find(
+        self, node: Node, stage: PluginStage, given: Mapping[str, Any], rollout: Rollout | None, config: Any
+    ) -> Found:
+        if self._mode == "never":
+            return Found(Place("eager", "plugins: never", _defined(stage.plugin)))
+        inputs = given[node.name] if node.name in given else blank_inputs(node, rollout, config)
+        form = form_of(stage, inputs)
+        if rollout is not None:
+            form = replace(form, largest=rollout.largest)
+        found, captured = find_place(form)
+        exact = Exact(stage, found, self._cache_dir) if found.where == "compiled" else None
+        return Found(found, form, captured, exact)
+
+    def _node(self, node: Node, stage: PluginStage, found: Found, config: Any) -> Node:
+        if found.place.where == "program":
+            assert found.captured is not None and found.form is not None
+            return _traced(node, stage, found.form, found.captured, config)
+        plugin = replace(stage.plugin, place=found.place, exact=found.exact)
+        return replace(node, stage=replace(stage, plugin=plugin))  # type: ignore[type-var]
+
+
+def check_required(plugins: Iterable[Plugin | None]) -> None:
+    """Where all must be part of the Program: refuse, at build, those that are not even declared pad-safe."""
+    for plugin in plugins:
+        if plugin is not None and plugin.fn not in BUILT_IN_LAMBDAS and not is_pad_safe(plugin.fn):
+            raise _splits(plugin, Place("compiled", "it is not declared pad-safe", _defined(plugin), PAD_SAFE))
+
+
+def _splits(plugin: Plugin, found: Place) -> PluginSplits:
+    what = "a function splits the Program, which plugins: require forbids"
+    where = f"{place(plugin)} ({found.line})"
+    return PluginSplits(what, at=where, found=found.why, hint=found.hint or "plugins: auto")
+
+
+def _traced(node: Node, stage: PluginStage, form: Form, captured: Captured, config: Any) -> Node:
+    """The function as a stage of the Program."""
+    keys = tuple(name[5:] for name in captured.reads if name.startswith("data:"))
+    taken = "rewards" if isinstance(stage, OutcomePlugin) and stage.penalised else None
+    keys = tuple(key for key in keys if key != taken)
+    known = {name[5:] for name in form.tensors if name.startswith("data:")}
+    hidden = tuple(sorted((known | {*form.hidden}) - {*keys, taken}))
+    meta = getattr(form.template, "meta", None) is not None
+    prompt = ("group_of_row",) if form.largest and meta else ()
+    gives = tuple(captured.result)
+    writes = gives if isinstance(stage, ComputePlugin) else node.writes
+    reads = ("facts", *node.reads, *prompt, *(f"data:{key}" for key in keys))
+    made = Traced(stage.plugin, stage, config, gives, keys, hidden, meta, form.largest)
+    return Node(node.name, made, reads, writes, (f"{FLAG}invalid.{node.name}",))
+
+
+def _difference(got: Mapping[str, Tensor], expected: Mapping[str, Any]) -> str:
+    """The first place where two results are not the same to rounding; empty where they are."""
+    if got.keys() != expected.keys():
+        return f"{', '.join(got)}, not {', '.join(expected)}"
+    for name, want in expected.items():
+        have = got[name]
+        if have.ndim != want.ndim or any(h < w for h, w in zip(have.shape, want.shape, strict=True)):
+            return f"{name} of shape {list(have.shape)}, not {list(want.shape)}"
+        have, want = have[tuple(slice(size) for size in want.shape)].to(torch.float64), want.to(torch.float64)
+        wrong = ~((have - want).abs() <= 1e-5 * (1 + want.abs()))
+        if wrong.any():
+            at = wrong.nonzero()[0].tolist()
+            return f"{name} {at}: {float(have[tuple(at)])}, not {float(want[tuple(at)])}"
+    return ""
+
+
+def _pad(name: str) -> int:
+    return -1 if name.endswith("turn_ids") or name == "prompt" else 0
+
+
+def _plain(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_quantized and x.device.type != "meta" and not x.is_complex()
+
+
+def _defined(plugin: Plugin) -> str:
+    """Where a function is written, as file:line."""
+    code = getattr(getattr(plugin.fn, "__wrapped__", plugin.fn), "__code__", None)
+    return f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code is not None else ""

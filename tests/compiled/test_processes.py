@@ -1,0 +1,153 @@
+"""Processes: a second one starts from the on-disk cache, a damaged cache is rebuilt, spawned workers work, forks too."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compiled.shared import GRPO, assert_same, built, case_of, configured, run
+
+ROOT = Path(__file__).parents[2]
+
+# Compiles into argv[1], saves the result to argv[2], and prints how torch's cache did.
+SCRIPT = """
+import json, sys, torch
+import torch._inductor.config
+from torch._dynamo.utils import counters
+torch.set_num_threads(1)
+torch._inductor.config.compile_threads = 1
+import compiled_adv
+from tests.compiled.shared import GRPO, case_of, configured, run
+compute = compiled_adv.build(configured(GRPO.actor, cache_dir=sys.argv[1]))
+result, _ = run(compute, case_of(GRPO))
+torch.save(result, sys.argv[2])
+found = {key: counters["inductor"][f"fxgraph_cache_{key}"] for key in ("hit", "miss", "bypass")}
+print(json.dumps(found | {"seconds": compute.cache.info().compile_seconds}))
+"""
+
+
+def start(cache: Path, out: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", SCRIPT, str(cache), str(out)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+    """A cache folder that two processes filled at once, a result of theirs, and how the first one did."""
+    cache, out = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("out")
+    both = [start(cache, out / f"{i}.pt") for i in range(2)]
+    found = [finish(process) for process in both]
+    assert_same(torch.load(out / "0.pt"), torch.load(out / "1.pt"))
+    return cache, out / "0.pt", found[0]
+
+
+def test_processes_that_fill_one_cache_at_once_are_both_right(cold):
+    _, result, _ = cold
+    assert_same(torch.load(result), run(built(case_of(GRPO).on("compiled")), case_of(GRPO))[0])
+
+
+def test_nothing_is_kept_out_of_the_cache(cold):
+    assert cold[2]["bypass"] == 0
+
+
+def test_the_cache_lies_in_the_configured_folder(cold):
+    cache, _, _ = cold
+    assert any(path.suffix == ".so" for path in cache.rglob("*"))
+
+
+def test_a_second_process_starts_from_the_cache(cold, tmp_path: Path):
+    cache, result, _ = cold
+    found = finish(start(cache, tmp_path / "second.pt"))
+    assert (found["hit"], found["miss"]) == (1, 0)
+    assert_same(torch.load(tmp_path / "second.pt"), torch.load(result))
+
+
+@pytest.mark.parametrize("damage", ["cut off", "garbage", "libraries gone"])
+def test_a_damaged_cache_is_rebuilt(cold, damage: str, tmp_path: Path):
+    import shutil
+
+    cache, result, _ = cold
+    broken = tmp_path / "cache"
+    shutil.copytree(cache, broken)
+    for path in [path for path in broken.rglob("*") if path.is_file() and path.suffix != ".lock"]:
+        if damage == "libraries gone":
+            if path.suffix == ".so":
+                path.unlink()
+        else:
+            data = path.read_bytes()
+            path.write_bytes(data[: len(data) // 2] if damage == "cut off" else b"\0" * len(data))
+    for attempt in ("rebuilt", "again"):
+        finish(start(broken, tmp_path / f"{attempt}.pt"))
+        assert_same(torch.load(tmp_path / f"{attempt}.pt"), torch.load(result))
+
+
+# ---- workers ----
+
+
+def work(config: str, results: Any) -> None:
+    """A worker that knows the configuration alone."""
+    import compiled_adv
+
+    torch.set_num_threads(1)
+    got, _ = run(compiled_adv.build(json.loads(config)), case_of(GRPO))
+    results.put({key: x.tolist() for key, x in got.items()})
+
+
+def test_spawned_workers_work_after_first_use():
+    compute = built(case_of(GRPO).on("compiled"))
+    want = {key: x.tolist() for key, x in run(compute, case_of(GRPO))[0].items()}
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    workers = [context.Process(target=work, args=(json.dumps(configured(GRPO.actor)), results)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    found = [results.get(timeout=300) for _ in workers]
+    for worker in workers:
+        worker.join(60)
+    assert found == [want, want]
+
+
+# First use, then a fork: the child computes, too.
+FORK = """
+import os, sys, torch
+torch.set_num_threads(int(sys.argv[1]))
+from tests.compiled.shared import GRPO, assert_same, built, case_of, run
+small, large = case_of(GRPO), case_of(GRPO, 8, 128)
+compute = built(small.on("compiled"))
+want, _ = run(compute, small)
+run(compute, large)
+if int(sys.argv[1]) > 1:
+    torch.ones(1 << 22).sum()  # OpenMP's threads exist
+child = os.fork()
+if child == 0:
+    try:
+        assert_same(run(compute, small)[0], want)
+        word = "works"
+    except Exception as error:
+        word = type(error).__name__
+    print(word, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+assert_same(run(compute, small)[0], want)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("threads, word", [(1, "works"), (2, "Forked")])
+def test_a_fork_after_first_use_works_or_raises_and_never_hangs(threads: int, word: str):
+    command = [sys.executable, "-c", FORK, str(threads)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == word
