@@ -19,7 +19,8 @@ except ModuleNotFoundError:
     raise SystemExit(2) from None
 
 import compiled_adv
-from compiled_adv.errors import AdvantageWarning, CompiledAdvError, FileError
+from compiled_adv.channel import OPTIONAL
+from compiled_adv.errors import AdvantageWarning, CompiledAdvError, FileError, UnknownName, suggest
 from compiled_adv.rollouts import EMBEDDED, find_rollouts, plan_results, read_groups, write_group
 from compiled_adv.spec import Spec
 from compiled_adv.summary import result_table, summarise
@@ -84,7 +85,7 @@ def run(
                     progress.advance(bar)
 
             for folder, paths in folders.items():
-                name = str(folder) if folder.parts else root.resolve().name
+                name = _name(root, folder)
                 try:
                     batch, meta = compiled_adv.concat_batch(read_groups(step(paths, "reading")))
                     progress.update(bar, description=escape(f"computing {name}"))
@@ -110,6 +111,11 @@ def run(
             console.print(result_table(summary))
 
 
+def _name(root: Path, folder: Path) -> str:
+    """What a batch is called: its folder, or what was given."""
+    return str(folder) if folder.parts else root.resolve().name
+
+
 def _timed(compute: Any, batch: dict[str, Any], meta: Any) -> tuple[dict[str, Any], float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AdvantageWarning)  # the table counts them
@@ -127,6 +133,54 @@ def explain(
     with _one_message():
         compute = compiled_adv.build(config)
         typer.echo(compute.explain() if format == "text" else jsonlib.dumps(compute.explain(format="json"), indent=1))
+
+
+@app.command()
+def warmup(
+    config: ConfigOption = "default",
+    channels: Annotated[
+        str, typer.Option(help="Optional channels that batches will carry, with commas between; all if left out.")
+    ] = ",".join(OPTIONAL),
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Compile every declared bucket into the on-disk cache, from which later processes start."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with _one_message():
+        names = [name for name in channels.split(",") if name]
+        if unknown := [name for name in names if name not in OPTIONAL]:
+            raise UnknownName(f"unknown channel '{unknown[0]}'", at="--channels", hint=suggest(unknown[0], OPTIONAL))
+        compute = compiled_adv.build(config)
+        terminal = Console(stderr=True)
+        with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+            compute.warmup(channels=names, progress=lambda jobs: progress.track(jobs, description="compiling"))
+        info = compute.cache.info()
+        if json:
+            typer.echo(jsonlib.dumps(vars(info), indent=1))
+        else:
+            typer.echo(f"{info.executables} executables, {info.compile_seconds:.1f} s compiling")
+
+
+@app.command()
+def doctor(
+    config: ConfigOption = "default",
+    rollouts: Annotated[
+        Path | None, typer.Option(help="A rollout file or a folder of them; the embedded rollouts if left out.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say what may harm training with a config on these rollouts, worst first, and what to do about it."""
+    from compiled_adv.doctor import Rollouts, diagnose, text
+
+    with _one_message():
+        root = EMBEDDED if rollouts is None else rollouts
+        batches = [
+            Rollouts(_name(root, folder), *compiled_adv.concat_batch(read_groups(paths)))
+            for folder, paths in find_rollouts(root).items()
+        ]
+        diagnosis = diagnose(config, batches)
+        typer.echo(jsonlib.dumps(diagnosis.as_dict(), indent=1) if json else text(diagnosis))
 
 
 @app.command()

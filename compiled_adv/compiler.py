@@ -271,8 +271,10 @@ class Compute:
             except (CompileFailed, BuildFailed, CompilerMissing) as error:
                 if isinstance(error, CompileFailed) and self._move_out(kind, f"{error.what}: {error.found}"):
                     return None if kind.whole else make()
+                if error.at is not None:
+                    error = type(error)(error.what, at=self.spec.at(error.at), found=error.found, hint=error.hint)
                 if not isinstance(error, CompilerMissing) and settings.on_compile_error == "raise":
-                    raise
+                    raise error
                 self._run_eager_from_now(kind, error)
                 return None
 

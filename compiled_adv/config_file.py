@@ -20,9 +20,9 @@ MAX_DEPTH = 64
 class _Loader(yaml.SafeLoader):
     """Safe YAML whose floats follow YAML 1.2: `1e-5` is a number, which 1.1 reads as a string."""
 
-    def increase_flow_level(self) -> None:
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
         """Open a bracket; scanning costs the square of how many are open."""
-        super().increase_flow_level()
+        super().fetch_flow_collection_start(token)
         if self.flow_level > MAX_DEPTH:
             raise yaml.YAMLError(f"more than {MAX_DEPTH} brackets within each other")
 

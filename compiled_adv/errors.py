@@ -246,8 +246,9 @@ def listed(keys: Iterable[object]) -> str:
 
 
 def _short(text: object) -> str:
-    """Text for one line of a message: people read it."""
+    """Text for one line of a message: people read it, and every terminal can print it."""
     text = text if isinstance(text, str) else shown(text, LONGEST) if isinstance(text, int) else str(text)
+    text = text.encode(errors="backslashreplace").decode()  # halves of a surrogate pair cannot be encoded
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 

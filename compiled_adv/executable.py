@@ -24,7 +24,7 @@ from compiled_adv.stage import Stage
 from compiled_adv.stages.plugin import Traced
 from compiled_adv.status import merge, raise_errors
 
-BLOCK = 1 << 17  # tokens of the rows that run at once
+BLOCK = 1 << 18  # tokens of the rows that run at once
 WHOLE = {name for name, channel in INPUTS.items() if channel.dims == "S"}  # not one entry for each row
 
 Flags = dict[str, list[int]]
@@ -95,10 +95,10 @@ def _run(
         else:
             *results, raised = step([env[v] for v in segment.inputs])
             flags = merge(flags, _raised(segment, raised, admitted.rows))
+            if "invalid" in flags:  # first: an error with a name of its own may be but a part of what is wrong
+                return {}, flags
             if segment.closes:
                 raise_errors(flags)
-            if "invalid" in flags:
-                return {}, flags
             env.update(zip(segment.outputs, results, strict=True))  # type: ignore[arg-type]
         for version in [v for v in env if v not in kept and last_use.get(v, -1) <= i]:
             del env[version]

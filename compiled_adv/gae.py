@@ -66,12 +66,16 @@ def relative_position_gae_lambda(context: GAELambdaContext, *, q: float) -> Tens
 BUILT_IN_LAMBDAS = (constant_gae_lambda, relative_position_gae_lambda, vapo_length_adaptive_gae)
 
 
+# Looked up once: torch cannot trace pydantic's own look-up.
+DEFAULT_LAMBDA = Spec.model_fields["gae_lambda"].default
+
+
 def compute_gae_lambda(inputs: TemporalInputs, timestep_unit: str) -> float | Tensor:
     """For a custom estimator: the configured lambda, a number or one per row [B], lengths in `timestep_unit`."""
     units = ("token", "turn")
     if timestep_unit not in units:
         raise UnknownName("unknown timestep unit", found=shown(timestep_unit), hint=suggest(timestep_unit, units))
-    gae_lambda = getattr(inputs.config, "gae_lambda", Spec.model_fields["gae_lambda"].default)
+    gae_lambda = getattr(inputs.config, "gae_lambda", DEFAULT_LAMBDA)
     if not isinstance(gae_lambda, str):
         return float(gae_lambda)
     from compiled_adv.resolve import resolve_path  # here, since resolve imports this module

@@ -207,13 +207,13 @@ def graphs_captured() -> int:
 class Captured:
     """A function as one graph, for tensors like an example, and the parts of what it computes of the example."""
 
-    graph: fx.GraphModule
+    graph: fx.GraphModule | None  # None: it computes nothing
     reads: tuple[str, ...]  # the names of the tensors that it reads, or hands on as they are
     result: dict[str, Any]
 
     @property
     def operations(self) -> tuple[str, ...]:
-        return _operations(self.graph)
+        return () if self.graph is None else _operations(self.graph)
 
 
 def capture(fn: Callable[..., dict[str, Any]], example: Sequence[Tensor], names: Sequence[str]) -> Captured:
@@ -236,14 +236,14 @@ def capture(fn: Callable[..., dict[str, Any]], example: Sequence[Tensor], names:
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     captured = torch.compile(_with_own_code(run), fullgraph=True, dynamic=False, backend=backend, options=options)
     try:
-        with LOCK, _no_side_effects(), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a reason is given once, by us
+        # A reason is given once, by us; and what is drawn here is not to change what the function draws later.
+        drawn = torch.random.fork_rng([x.device for x in example[:1] if x.device.type == "cuda"])
+        with LOCK, _no_side_effects(), torch.no_grad(), drawn, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             result = captured(*example)
     except Exception as error:
         raise why_not(error) from error
-    if not found:
-        raise NotCaptured("it computes nothing of its inputs")
-    graph, reads = found[0]
+    graph, reads = found[0] if found else (None, ())
     handed_on = tuple(by_id[id(x)] for x in result.values() if id(x) in by_id)
     return Captured(graph, reads + handed_on, result)
 

@@ -22,7 +22,7 @@ from compiled_adv import kernels
 from compiled_adv.advantage import OutcomeResult, OutcomeRewardInputs, ProcessAdvantageInputs
 from compiled_adv.advantage_algorithms import TemporalInputs, TemporalResult
 from compiled_adv.batch import RolloutGroup, TrajBatchMeta, covers
-from compiled_adv.errors import BadKwargs, BadMeta, MissingKey, PluginResult, suggest
+from compiled_adv.errors import BadKwargs, BadMeta, MissingKey, PluginResult, WrongType, suggest
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -193,6 +193,9 @@ def _given(inputs: Any, names: Sequence[str], needed: frozenset[str]) -> dict[st
             given[name] = inputs.config
         elif name in inputs.data:
             x = inputs.data[name]
+            if not isinstance(x, Tensor):
+                found = type(x).__name__
+                raise WrongType(f"the function reads '{name}', which is no tensor", at=f"batch['{name}']", found=found)
             given[name] = x.to(torch.float32) if name == "rewards" else x
         elif name in needed:
             raise MissingKey(f"the function reads '{name}', which the batch does not have", at=f"batch['{name}']")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -44,8 +45,16 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _fits_float32(value: float) -> float:
+    # Beyond it, it would be infinite beside the float32 numbers of a batch, and its product with 0 no number.
+    if abs(value) > LARGEST:
+        raise InvalidValue(f"a number of at most {LARGEST:.4g} is needed here")
+    return value
+
+
+LARGEST = 3.4028234663852886e38  # of float32
 Number = Annotated[float, BeforeValidator(_number)]
-Finite = Annotated[Number, Field(allow_inf_nan=False)]
+Finite = Annotated[Number, Field(allow_inf_nan=False), AfterValidator(_fits_float32)]
 Level = Literal["batch", "group"] | None
 
 
@@ -362,13 +371,20 @@ def _block(value: Any, model: type[BaseModel]) -> Any:
     return _named(value, [n for n in public if n in model.model_fields or not callable(getattr(value, n, None))])
 
 
-def _copy(value: Any) -> Any:
-    """Plain dicts and lists all the way down, so that no later change by the caller reaches the Spec."""
+def _copy(value: Any, room: list[int] | None = None) -> Any:
+    """Plain dicts and lists all the way down, so that no later change by the caller reaches the Spec.
+
+    `room` holds how many more values there may be: lists that hold each other stand for more than memory has.
+    """
+    room = [config_file.MAX_NODES] if room is None else room
+    room[0] -= 1
+    if room[0] < 0:
+        raise BadKwargs(f"kwargs hold more than {config_file.MAX_NODES} values")
     try:
         if _is_mapping(value):
-            return {key: _copy(value[key]) for key in value.keys()}
+            return {key: _copy(value[key], room) for key in value.keys()}
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes, tuple)):
-            return [_copy(each) for each in value]
+            return [_copy(each, room) for each in value]
     except RecursionError:
         raise BadKwargs("kwargs contain themselves, or are nested too deeply") from None
     return value

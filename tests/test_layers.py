@@ -29,7 +29,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("show", "summary", "stats", "shadow", "rollouts"),  # show
     ("compiler",),
     ("__init__",),
-    ("conformance", "report", "tune", "doctor", "integrations"),
+    ("conformance", "report", "tune", "doctor", "idle", "integrations"),
     ("cli",),
 )
 RANK = {name: rank for rank, room in enumerate(ROOMS) for name in room}

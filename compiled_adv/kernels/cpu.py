@@ -154,8 +154,9 @@ def _turns(functions, rewards, values, turn_ids, mask, *out):
 
 def _discounted_sum(functions, x, factor):
     shape, columns = x.shape, x.shape[-1]
+    if not x.numel():
+        return x.clone()
     x, factor = (_flat(each.reshape(-1, columns), F32) for each in (x, factor))
     out = POOL.empty(x.shape, F32)
-    if out.numel():
-        functions.discounted_sum(*_at(x), *_at(factor), out.data_ptr(), *x.shape, torch.get_num_threads())
+    functions.discounted_sum(*_at(x), *_at(factor), out.data_ptr(), *x.shape, torch.get_num_threads())
     return out.view(shape)

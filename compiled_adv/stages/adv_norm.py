@@ -5,6 +5,7 @@ import torch
 from compiled_adv import kernels
 from compiled_adv.spec import Norm
 from compiled_adv.stage import Stage
+from compiled_adv.stages.select import select
 from compiled_adv.stages.statistics import Moments, centre, scale
 
 
@@ -65,7 +66,12 @@ class AdvantageScale(Stage):
         itself_B = single_B if norm.mean_level == "group" else torch.zeros_like(single_B)
         mean_B, spread_B = centre(norm, group, batch, itself_B)
         divisor_B = scale(norm, mean_B, spread_B, group, batch, group_B >= 0, single_B)
-        return mean_B.expand(n_B.shape), (spread_B / divisor_B).expand(n_B.shape), n_B.sum() > 0
+        factor_B = spread_B / divisor_B
+        # Beyond float32 it would make a NaN of what has no spread; a divisor of 0 is to do so.
+        factor_B = torch.where(divisor_B == 0, factor_B, factor_B.clamp(max=torch.finfo(torch.float32).max))
+        active = n_B.sum() > 0
+        factor_B = torch.where(active, factor_B, 1.0)
+        return mean_B.expand(n_B.shape), factor_B.expand(n_B.shape), active
 
 
 class ActiveAdvantages(Stage):
@@ -93,4 +99,4 @@ class AdvNorm(Stage):
         high_B = centre_B.to(torch.float32)
         low_B = (centre_B - high_B).to(torch.float32)
         scaled_BT = ((advantages_BT - high_B[:, None]) - low_B[:, None]) * factor_B.to(torch.float32)[:, None]
-        return torch.where(mask_BT > 0, scaled_BT, torch.where(active, 0.0, advantages_BT))
+        return select(torch.maximum(mask_BT, torch.where(active, 0.0, 1.0)), scaled_BT)

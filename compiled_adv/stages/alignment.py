@@ -6,6 +6,7 @@ see something (t <= T-2); `loss_mask` is the trainer's mask, which under default
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from compiled_adv.stage import Stage
 from compiled_adv.stages.select import as_mask, columns, fact, roll_left, shift_left
@@ -23,6 +24,10 @@ class Lengths(Stage):
     flags = ("attention_not_prefix",)
 
     def forward(self, words_BW):
+        if not is_compiling():
+            set_BT = words_BW.view(torch.uint8).to(torch.float32)
+            lengths_B = set_BT.sum(1)
+            return lengths_B.to(torch.int32), (set_BT * (columns(set_BT) + 1)).amax(1) != lengths_B
         set_BW = (words_BW & 1) + (words_BW >> 8 & 1) + (words_BW >> 16 & 1) + (words_BW >> 24 & 1)
         hole_BW = words_BW >> 8 & ~words_BW & 0x00010101
         end_BW = torch.where(words_BW != 0, columns(words_BW) * 4 + set_BW, 0)

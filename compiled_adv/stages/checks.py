@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from compiled_adv.stage import Stage
 from compiled_adv.stages.select import columns, fact, finite, select, shift_left
@@ -36,6 +37,8 @@ def where_true(condition_BT: Tensor) -> Tensor:
 
 def some(violations_BT: Tensor) -> Tensor:
     """Rows with a violation. Counted as integers: a sum of floats would be cascaded, a maximum ordered around NaN."""
+    if not is_compiling():
+        return ~(violations_BT.sum(1) == 0)
     return (violations_BT != 0).to(torch.int32).sum(1, dtype=torch.int32) > 0
 
 
@@ -64,8 +67,9 @@ class InsideAttention(Check):
 
     def violations(self, mask_BT, lengths_B, facts):
         column_T = columns(mask_BT)
-        outside_BT = (column_T >= lengths_B[:, None] - 1) & (column_T < fact(facts, "tokens") - 1)
-        return torch.where(outside_BT, mask_BT, 0.0)
+        # positive where a column is beyond the row's last action and before the last column
+        outside_BT = torch.minimum(column_T - (lengths_B[:, None] - 2), fact(facts, "tokens") - 1 - column_T)
+        return select(outside_BT.to(torch.float32), mask_BT)
 
 
 class FiniteLogprobs(Check):

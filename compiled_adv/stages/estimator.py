@@ -13,7 +13,7 @@ from torch import Tensor
 from compiled_adv import kernels
 from compiled_adv.stage import Stage
 from compiled_adv.stages.process_rewards import align_turn_ids
-from compiled_adv.stages.select import at_column, columns, fact, finite, last_valid, select
+from compiled_adv.stages.select import at_column, clean, columns, either, fact, finite, last_valid, put, select
 
 
 class PlaceOutcome(Stage):
@@ -31,9 +31,8 @@ class PlaceOutcome(Stage):
         kept_B = ~((is_truncated_B > 0) & self.mask_no_eos)
         lost_B = kept_B & (at_column(actions_BT, last_B) == 0)
         column_B = self.column(last_B, actions_BT)
-        here_BT = columns(actions_BT) == column_B[:, None]
         score_B = torch.where(kept_B, scores_B.to(torch.float32), 0.0)
-        return torch.where(here_BT, score_B[:, None], 0.0), lost_B, ~finite(score_B) & (column_B >= 0)
+        return put(score_B, column_B, actions_BT), lost_B, ~finite(score_B) & (column_B >= 0)
 
     def column(self, last_B: Tensor, actions_BT: Tensor) -> Tensor:
         return last_B
@@ -215,15 +214,10 @@ class TurnGAE(Stage):
         )
         run_BT = select(mask_BT, running_BT)
         if critic:
-            returns_BT = torch.where(mask_BT > 0, running_BT + value_BT, clean(values_BT))
+            returns_BT = either(mask_BT, running_BT + value_BT, clean(values_BT))
         else:
             returns_BT = run_BT.clone()
         return run_BT if kl_BT is None else run_BT + kl_BT, returns_BT
-
-
-def clean(values: Tensor) -> Tensor:
-    """0 in place of a non-finite value: in an active slot it is an error, in a masked one nothing."""
-    return torch.where(finite(values), values, 0.0)
 
 
 def bootstrap(bootstrap_B: Tensor | None, is_truncated_B: Tensor) -> Tensor:

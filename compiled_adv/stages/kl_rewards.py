@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import columns, fact, finite, last_valid
+from compiled_adv.stages.select import fact, finite, last_valid, without
 
 LIMIT = 10.0
 
@@ -64,4 +64,4 @@ class KLInAdvantage(Stage):
 
     def forward(self, kl_rewards_BT, lengths_B, facts):
         last_B = last_valid(lengths_B, fact(facts, "tokens"))
-        return torch.where(columns(kl_rewards_BT) == last_B[:, None], 0.0, kl_rewards_BT)
+        return without(kl_rewards_BT, last_B)

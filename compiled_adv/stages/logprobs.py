@@ -1,6 +1,7 @@
 """Takes log probabilities as they came; gives them next-token aligned and zero outside the loss mask."""
 
 import torch
+from torch.compiler import is_compiling
 
 from compiled_adv.stage import Stage
 from compiled_adv.stages.select import fact, roll_left, select
@@ -34,8 +35,8 @@ class CopyLogprobs(Stage):
     writes = ("prox_logp",)
 
     def forward(self, logprobs_BT, lengths_B):
-        # a plain clone would be a loop of its own; what reads a row's value stays in the row's loop
-        return torch.where(lengths_B[:, None] >= 0, logprobs_BT, 0.0)
+        # compiled, a plain clone would be a loop of its own; what reads a row's value stays in the row's loop
+        return torch.where(lengths_B[:, None] >= 0, logprobs_BT, 0.0) if is_compiling() else logprobs_BT.clone()
 
 
 class ReferenceLogprobs(Stage):

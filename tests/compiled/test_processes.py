@@ -1,4 +1,4 @@
-"""Processes: a second one starts from the on-disk cache, a damaged cache is rebuilt, spawned workers work, forks too."""
+"""Processes: a second one starts from the on-disk cache, a damaged cache is rebuilt, workers work, forks never hang."""
 
 import json
 import multiprocessing

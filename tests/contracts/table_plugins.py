@@ -40,7 +40,7 @@ def false_claim(inputs):
 
 def by_mask_on_a_copy(inputs):
     x = inputs.advantages.clone()
-    x[inputs.loss_mask > 0] += 1.0
+    x[inputs.loss_mask > 0] = 1.0
     return x
 
 

@@ -19,16 +19,16 @@ ROUND = 300  # examples
 
 def main(minutes: float, names: list[str]) -> int:
     """Rounds until the time is over; a property that failed rests."""
-    running = [fuzz for fuzz in LONG if not names or fuzz.__name__ in names]
-    failed: list[str] = []
     found = DirectoryBasedExampleDatabase(".hypothesis/fuzz")
     every = list(HealthCheck)
     limits = settings(max_examples=ROUND, deadline=None, database=found, suppress_health_check=every)
+    running = [limits(fuzz) for fuzz in LONG if not names or fuzz.__name__ in names]
+    failed: list[str] = []
     end, counts = time.monotonic() + 60 * minutes, dict.fromkeys((fuzz.__name__ for fuzz in running), 0)
     while running and time.monotonic() < end:
         for fuzz in [*running]:
             try:
-                limits(fuzz)()
+                fuzz()
                 counts[fuzz.__name__] += ROUND
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):

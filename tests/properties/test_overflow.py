@@ -26,7 +26,7 @@ OVERFLOWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "penalty of a discarded row": (
         rows("pg", "pgggg", is_truncated=[False, True]),
-        PENALTY | {"overlong_penalty_factor": 1e300, "mask_no_eos_with_zero": True},
+        PENALTY | {"overlong_penalty_factor": 3e38, "mask_no_eos_with_zero": True},
     ),
     "KL where no advantage sees it": (rows("pgp", "gpp", logprobs=[[0, 0, 0], [-9, 0, 0]]), {"kl_ctl": 3e38}),
     "recursion": (
@@ -47,6 +47,13 @@ def test_a_result_beyond_float32_is_an_error(run: Runner, name: str) -> None:
     batch, actor = OVERFLOWS[name]
     error = run.refusal(batch, actor)
     assert isinstance(error, NonFinite) and "1]" in str(error), error
+
+
+@pytest.mark.parametrize("eps", [1e-40, 1e-45, 5e-324])
+@pytest.mark.parametrize("block", ["adv_norm", "reward_norm"])
+def test_no_spread_over_the_smallest_eps_is_zero(run: Runner, block: str, eps: float) -> None:
+    norm = {"mean_level": "batch", "std_level": "batch", "std_unbiased": False, "eps": eps}
+    assert near(run(rows("pg", "pg", rewards=[1, 1]), {block: norm})["advantages"], [[0, 0], [0, 0]])
 
 
 def test_large_results_that_fit_are_no_error(run: Runner) -> None:
