@@ -47,7 +47,7 @@ REMEDIES: dict[str, tuple[Rules, str]] = {
     "uncapped_length_penalty": ((LengthPenalty,), "set max_new_tokens to the limit that generation really has"),
     "loo_alone": ((RewardNorm,), "compute more than one rollout at a time"),
     "discarded_rows_counted": ((Units,), "drop truncated rows before, or set mask_no_eos_with_zero: false"),
-    "weighted_flip": ((), "additive or gvpo shaping keeps a negative advantage negative"),
+    "weighted_flip": ((), "additive or gvpo shaping: both keep a negative advantage negative"),
 }
 
 

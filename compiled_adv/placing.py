@@ -9,7 +9,7 @@ was declared pad-safe, or compiled, is checked on the first batch of its kind ag
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from compiled_adv import kernels
 from compiled_adv.batch import TrajBatchMeta
 from compiled_adv.bucket import rung
+from compiled_adv.channel import OPTIONAL
 from compiled_adv.errors import PadUnsafe, PluginSplits
 from compiled_adv.gae import BUILT_IN_LAMBDAS
 from compiled_adv.inductor import Captured, NotCaptured, capture, compile_any_shape, why_not
@@ -44,15 +45,23 @@ class Form:
     """The inputs of a function as tensors by name, and what else of them a graph may depend on."""
 
     stage: PluginStage
-    template: Any  # inputs of this form
     tensors: dict[str, Tensor]
+    kind: Callable[..., Any] | None = None  # the class of the inputs; None: a mapping
+    constant: Mapping[str, Any] = field(default_factory=dict)  # its fields that are no tensors
+    reads_rollout: bool = False
+    meta: bool = False  # whether there is metadata
     hidden: tuple[str, ...] = ()  # keys of the rollout that are no tensor of its rows and tokens
     largest: int = 0  # rows of the largest prompt, for a function of one prompt
 
     @property
     def signature(self) -> Hashable:
         kinds = tuple((name, x.dtype, x.ndim) for name, x in self.tensors.items())
-        return kinds, self.hidden, getattr(self.template, "meta", None) is None, self.largest
+        return kinds, self.hidden, self.meta, self.largest
+
+    @property
+    def small(self) -> "Form":
+        """The same without the tensors of a batch."""
+        return replace(self, tensors=self.sized(*SMALL[0]))
 
     def sized(self, rows: int, tokens: int) -> dict[str, Tensor]:
         """Tensors of this form and another size: zeros, as padding holds."""
@@ -71,24 +80,26 @@ class Form:
     def function(self, names: tuple[str, ...]) -> Callable[..., dict[str, Any]]:
         """The user's function of these tensors, giving the parts of its result. Torch traces what is in here."""
         fn, kwargs, stage = self.stage.plugin.fn, self.stage.plugin.kwargs, self.stage
-        template, largest = self.template, self.largest
+        kind, constant, reads_rollout, has_meta, largest = (
+            self.kind,
+            self.constant,
+            self.reads_rollout,
+            self.meta,
+            self.largest,
+        )
         keys = [name.removeprefix("data:") for name in names if name.startswith("data:")]
         hidden = (*self.hidden, *(k[5:] for k in self.tensors if k.startswith("data:") and k not in names))
-        constant = {}
-        if is_dataclass(template):
-            constant = {f.name: getattr(template, f.name) for f in fields(template) if f.name not in ("data", "meta")}
-        has_data, has_meta = hasattr(template, "data"), getattr(template, "meta", None) is not None
 
         def run(*tensors: Tensor) -> dict[str, Any]:
             given: dict[str, Any] = dict(zip(names, tensors, strict=True))
             prompt_B = given.pop("prompt", None)
             rollout = {key: given.pop(f"data:{key}") for key in keys}
-            if not constant:
+            if kind is None:
                 return stage.parts(fn(given, **kwargs))
-            if has_data:
+            if reads_rollout:
                 meta = ProgramMeta(prompt_B, largest) if has_meta or largest else None
                 given |= {"data": ProgramData(rollout, hidden), "meta": meta}
-            return stage.parts(fn(type(template)(**(constant | given)), **kwargs))
+            return stage.parts(fn(kind(**constant, **given), **kwargs))
 
         return run
 
@@ -100,8 +111,9 @@ class Form:
 def form_of(stage: PluginStage, inputs: Any) -> Form:
     """The form of a function's inputs."""
     if isinstance(inputs, Mapping):
-        return Form(stage, inputs, dict(inputs))
+        return Form(stage, dict(inputs))
     tensors: dict[str, Tensor] = {}
+    constant: dict[str, Any] = {}
     hidden: tuple[str, ...] = ()
     largest = 0
     for name in (f.name for f in fields(inputs)):
@@ -113,21 +125,25 @@ def form_of(stage: PluginStage, inputs: Any) -> Form:
         elif name == "data":
             rollout, hidden = tensors_of(value)
             tensors |= {f"data:{key}": x for key, x in rollout.items()}
+        elif name != "meta":
+            constant[name] = value
+    meta = getattr(inputs, "meta", None)
     if by_prompt(stage.plugin):
-        prompt_B, _, largest = prompts_of(inputs.meta, stage.plugin.kwargs.get("group_size"), inputs.data["rewards"])
+        prompt_B, _, largest = prompts_of(meta, stage.plugin.kwargs.get("group_size"), inputs.data["rewards"])
         tensors["prompt"] = prompt_B
-        largest = _bound(largest, inputs.meta)
-    return Form(stage, inputs, tensors, hidden, largest)
+        largest = _bound(largest, meta)
+    return Form(stage, tensors, type(inputs), constant, hasattr(inputs, "data"), meta is not None, hidden, largest)
 
 
 def tensors_of(data: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Tensors of a rollout's rows, or rows and tokens, and the keys of the rest."""
-    shape = data["loss_mask"].shape
-    tensors = {
-        key: x.detach()
-        for key, x in data.items()
-        if isinstance(x, Tensor) and 0 < x.ndim < 3 and x.shape == shape[: x.ndim] and _plain(x)
-    }
+    mask = data["loss_mask"]
+
+    def fits(x: Any) -> bool:
+        plain = isinstance(x, Tensor) and x.layout == torch.strided and not (x.is_quantized or x.is_complex())
+        return plain and x.device == mask.device and 0 < x.ndim < 3 and x.shape == mask.shape[: x.ndim]
+
+    tensors = {key: x.detach() for key, x in data.items() if fits(x)}
     return tensors, tuple(key for key in data if key not in tensors)
 
 
@@ -314,9 +330,9 @@ def blank_inputs(node: Node, rollout: Rollout | None, config: Any) -> Any:
         dtype = torch.int64 if name == "aligned_turn_ids" else torch.float32
         return torch.zeros(3 if name == "gvpo" else (rows,) if name in PER_ROW else (rows, tokens), dtype=dtype)
 
-    data = None if rollout is None else {**rollout.blank(rows, tokens), **dict.fromkeys(rollout.hidden)}
+    known = blank_rollout(OPTIONAL) if rollout is None else rollout.blank(rows, tokens) | dict.fromkeys(rollout.hidden)
     meta = TrajBatchMeta(1, [rows], [tokens], None) if rollout is not None and rollout.meta else None
-    return stage.inputs(channel, data or {}, meta, config)
+    return stage.inputs(channel, known, meta, config)
 
 
 @dataclass(frozen=True)
@@ -407,7 +423,7 @@ class Placing:
             form = replace(form, largest=rollout.largest)
         found, captured = find_place(form)
         exact = Exact(stage, found, self._cache_dir) if found.where == "compiled" else None
-        return Found(found, form, captured, exact)
+        return Found(found, form.small, captured, exact)
 
     def _node(self, node: Node, stage: PluginStage, found: Found, config: Any) -> Node:
         if found.place.where == "program":
@@ -437,12 +453,11 @@ def _traced(node: Node, stage: PluginStage, form: Form, captured: Captured, conf
     keys = tuple(key for key in keys if key != taken)
     known = {name[5:] for name in form.tensors if name.startswith("data:")}
     hidden = tuple(sorted((known | {*form.hidden}) - {*keys, taken}))
-    meta = getattr(form.template, "meta", None) is not None
-    prompt = ("group_of_row",) if form.largest and meta else ()
+    prompt = ("group_of_row",) if form.largest and form.meta else ()
     gives = tuple(captured.result)
     writes = gives if isinstance(stage, ComputePlugin) else node.writes
     reads = ("facts", *node.reads, *prompt, *(f"data:{key}" for key in keys))
-    made = Traced(stage.plugin, stage, config, gives, keys, hidden, meta, form.largest)
+    made = Traced(stage.plugin, stage, config, gives, keys, hidden, form.meta, form.largest)
     return Node(node.name, made, reads, writes, (f"{FLAG}invalid.{node.name}",))
 
 
@@ -464,10 +479,6 @@ def _difference(got: Mapping[str, Tensor], expected: Mapping[str, Any]) -> str:
 
 def _pad(name: str) -> int:
     return -1 if name.endswith("turn_ids") or name == "prompt" else 0
-
-
-def _plain(x: Tensor) -> bool:
-    return x.layout == torch.strided and not x.is_quantized and x.device.type != "meta" and not x.is_complex()
 
 
 def _defined(plugin: Plugin) -> str:

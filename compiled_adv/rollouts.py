@@ -24,6 +24,7 @@ from compiled_adv.batch import RolloutGroup, check_tensor, concat_batch
 from compiled_adv.errors import BatchError, OutputExists, OutputFailed, RolloutFile
 
 SUFFIXES = (".safetensors", ".pt")
+UNFINISHED = ".tmp"  # how the names of files end that are being written
 EMBEDDED = Path(__file__).parent / "data"
 
 
@@ -137,7 +138,7 @@ def plan_results(out: Path, root: Path, folders: Mapping[Path, list[Path]], *, o
     try:
         if out.exists() and not out.is_dir():
             raise OutputExists(f"{out} is not a folder")
-        if out.is_dir() and any(out.iterdir()) and not overwrite:
+        if out.is_dir() and any(map(_is_result, out.iterdir())) and not overwrite:
             raise OutputExists(f"{out} is not empty", hint="another folder, or --overwrite")
         inside = out.resolve()
         if root.is_dir() and inside.is_relative_to(root.resolve()):
@@ -156,9 +157,14 @@ def plan_results(out: Path, root: Path, folders: Mapping[Path, list[Path]], *, o
     return results
 
 
+def _is_result(path: Path) -> bool:
+    """Whether something is more than what a killed run left behind (see write_group)."""
+    return not (path.name.startswith(".") and path.name.endswith(UNFINISHED))
+
+
 def write_group(path: Path, group: Mapping[str, Any]) -> None:
     """The group's tensors in the form that `read_group` takes; a reader sees the whole file or none of it."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         content = _encode(path.suffix, group)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,11 +173,22 @@ def write_group(path: Path, group: Mapping[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        _keep_names(path.parent)
     except OSError as error:
         raise OutputFailed(f"{path} cannot be written", found=error) from error
     finally:
         with contextlib.suppress(OSError):  # gone after a success
             temporary.unlink()
+
+
+def _keep_names(folder: Path) -> None:
+    """What was renamed in a folder stays so, whatever happens to the machine."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _encode(suffix: str, group: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Gives batches in other guises, and torch in other states: what must change no bit of a result, nor compile a thing."""
+"""The same batch in other clothes: dtypes, strides, grad, modes; results must not change."""
 
 from contextlib import nullcontext
 from typing import Any

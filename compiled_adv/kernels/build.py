@@ -4,12 +4,14 @@ A library's name holds the key of what it was built from and the digest of its o
 loaded. It appears under its name complete or not at all: processes that build at once do not disturb each other.
 """
 
+import atexit
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 
 from compiled_adv.errors import BuildFailed, CompilerMissing
@@ -20,15 +22,33 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-shared", "
 
 
 def library(folder: str | os.PathLike[str] | None = None) -> Path:
-    """The built library, from `folder` (by default the user's cache) if it is there and whole."""
+    """The built library, from `folder` (by default the user's cache) if it is there and whole.
+
+    Where that folder cannot be written, it is built for this process alone.
+    """
     compiler = _compiler()
     folder = Path(folder) if folder is not None else default_folder()
     key = _key(compiler)
+    try:
+        return _found(folder, key) or _build(compiler, folder, key)
+    except OSError as error:
+        warnings.warn(f"the operator is built anew: {folder} cannot be used ({error})", RuntimeWarning, stacklevel=2)
+    try:
+        own = tempfile.mkdtemp(prefix="compiled_adv-")
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        return _build(compiler, Path(own), key)
+    except OSError as error:
+        hint = "space in the folder for temporary files, or COMPILED_ADV_CACHE=a folder that can be written"
+        raise BuildFailed("the operator cannot be written anywhere", found=error, hint=hint) from error
+
+
+def _found(folder: Path, key: str) -> Path | None:
+    """A whole library of this key; a damaged one is removed."""
     for path in sorted(folder.glob(f"operator-{key}-*.so")):
         if path.stem.endswith(_digest(path.read_bytes())):
             return path
         path.unlink(missing_ok=True)
-    return _build(compiler, folder, key)
+    return None
 
 
 def default_folder() -> Path:

@@ -369,11 +369,17 @@ class ProcessPlugin(PluginStage):
         return (call_process(self.plugin, self.given(admitted, channel)),)
 
 
+# Fields of an AdvantageResult, and those of its parts that are masks.
+COMPUTED = ("advantages", "returns", "loss_mask", "logprobs", "rewards", "tot_rewards", "kl_rewards")
+MASKS = ("loss_mask", "is_truncated")
+
+
 class ComputePlugin(PluginStage):
-    """A replacement of the whole computation, for one per-call shaping mode. Its result says what it writes."""
+    """A replacement of the whole computation, for one per-call shaping mode. Its result may hold extras, too."""
 
     slot = "actor.advantage.compute"
     reads = ("gvpo",)
+    writes = COMPUTED
 
     mode: str
 
@@ -452,10 +458,6 @@ class Traced(PluginStage):
 
 # Channels that padding does not follow row by row.
 WHOLE = ("gvpo", "references")
-
-# Fields of an AdvantageResult, and those of its parts that are masks.
-COMPUTED = ("advantages", "returns", "loss_mask", "logprobs", "rewards", "tot_rewards", "kl_rewards")
-MASKS = ("loss_mask", "is_truncated")
 
 
 def slices(rows_B: Tensor, size: int) -> Tensor:

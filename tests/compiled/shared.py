@@ -2,8 +2,9 @@
 
 import json
 import random
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -77,3 +78,22 @@ def nothing_compiles() -> Iterator[None]:
     with torch.compiler.set_stance("fail_on_recompile"):
         yield
     assert graphs_captured() == before
+
+
+def together(work: Callable[[int], Any], count: int = 4) -> list[Any]:
+    """What each thread returns; they start at once."""
+    gate, results = threading.Barrier(count), {}
+
+    def go(i: int) -> None:
+        gate.wait(60)
+        try:
+            results[i] = work(i)
+        except Exception as error:  # shown by the assertion of the test
+            results[i] = error
+
+    threads = [threading.Thread(target=go, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    return [results.get(i) for i in range(count)]

@@ -1,7 +1,5 @@
 """Threads: each gets its own result, from a cold and from a warm cache, and the number of threads changes no bit."""
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,27 +7,8 @@ import torch
 
 import compiled_adv
 from compiled_adv.memory import LEAST_BYTES
-from tests.compiled.shared import CRITIC, TURNS, assert_same, built, case_of, configured, expected, run
+from tests.compiled.shared import CRITIC, TURNS, assert_same, built, case_of, configured, expected, run, together
 from tests.random_cases import Template
-
-
-def together(work: Callable[[int], Any], count: int = 4) -> list[Any]:
-    """What each thread returns; they start at once."""
-    gate, results = threading.Barrier(count), {}
-
-    def go(i: int) -> None:
-        gate.wait(60)
-        try:
-            results[i] = work(i)
-        except Exception as error:  # shown by the assertion of the test
-            results[i] = error
-
-    threads = [threading.Thread(target=go, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    return [results.get(i) for i in range(count)]
 
 
 def assert_each_right(template: Template, results: list[Any], shapes: list[tuple[int, int]]) -> None:

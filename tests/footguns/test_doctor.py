@@ -6,6 +6,7 @@ UPDATE_GOLDEN=1 writes them anew.
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,9 @@ def test_all_strict_stages_together_are_the_strict_rules() -> None:
     inputs = frozenset(("attention_words", "loss_mask", "rewards", "logprobs", "is_truncated", "member_of_row"))
     inputs |= {"first_row", "references", "group_of_row", "facts", "gvpo"}
     default, wanted = (wire(each, resolve_spec(each), inputs, "additive") for each in (spec, strict))
-    assert under(default, STRICT) == wanted
+    assert [replace(node, name="") for node in under(default, STRICT).nodes] == [
+        replace(node, name="") for node in wanted.nodes
+    ]
 
 
 def test_a_warning_costs_what_its_strict_rule_alone_changes() -> None:
@@ -304,7 +307,6 @@ def test_keys_with_an_effect_are_not_named() -> None:
         "reward_scaling": 2.0,
         "reward_bias": 0.5,
         "discount": 0.5,
-        "reward_norm": {"mean_level": "batch", "std_level": None},
         "adv_norm": {"mean_level": None, "std_level": "batch", "std_unbiased": False},
         "temperature": 1.0,
         "optimizer": {"lr": 1e-6},

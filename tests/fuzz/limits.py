@@ -24,8 +24,11 @@ TIMERS = ((signal.ITIMER_PROF, signal.SIGPROF, CPU_SECONDS), (signal.ITIMER_REAL
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
-    """Raises where the block takes longer, or more memory, than any example should. Warnings are not shown."""
+def bounded(times: float = 1.0) -> Iterator[None]:
+    """Raises where the block takes longer, or more memory, than any example should. Warnings are not shown.
+
+    times: how many times as long it may take.
+    """
 
     def late(signum: int, frame: FrameType | None) -> None:
         raise TooSlow(f"still running at {signal.Signals(signum).name}")
@@ -33,7 +36,7 @@ def bounded() -> Iterator[None]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     handlers = [(number, signal.signal(number, late)) for _, number, _ in TIMERS]
     for timer, _, seconds in TIMERS:
-        signal.setitimer(timer, seconds)
+        signal.setitimer(timer, seconds * times)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
