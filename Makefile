@@ -1,5 +1,6 @@
 # make demo   set up .venv and compute advantages of the embedded real rollouts
 # make test   set up .venv and run the tests
+# make test-long  the tests that compile many programs
 # make lint   set up .venv, then ruff and mypy
 # make fuzz   whatever may arrive from outside, for MINUTES=30; FUZZ_BACKENDS=eager,compiled takes the compiler in
 # make peers  set up .venv-peers: areal, verl and torchrl for the benchmarks (2.3 GB, a few minutes)
@@ -17,7 +18,7 @@ BENCH_BIN = $(if $(wildcard $(PEERS)),.venv-peers/bin,$(BIN))
 
 MINUTES ?= 30
 
-.PHONY: demo test lint fuzz peers bench
+.PHONY: demo test test-long lint fuzz peers bench
 
 demo: $(STAMP)
 	$(BIN)/compiled-adv run
@@ -28,6 +29,9 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long
 
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -W ignore -m tests.fuzz $(MINUTES)

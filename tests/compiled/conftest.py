@@ -38,7 +38,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where the golden cases are to run, a second process compiles the last of them meanwhile."""
     wanted = sum("compiled/test_golden.py" in item.nodeid for item in session.items)
-    if wanted > 20 and not session.config.option.collectonly and (os.cpu_count() or 1) > 1:
+    if wanted > 60 and not session.config.option.collectonly and (os.cpu_count() or 1) > 1:
         command = [sys.executable, "-m", "tests.compiled.golden", "1"]
         HELPERS.append(subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL))
 

@@ -7,7 +7,13 @@ from tests.compiled import golden
 from tests.compiled.shared import assert_same
 
 
-@pytest.mark.parametrize("name", golden.CASES)
+# Each case is a program of its own to compile: `make test` takes a few, `make test-long` all of them.
+LONG = pytest.mark.long
+IN_ONE = [name if name in golden.DOZEN else pytest.param(name, marks=LONG) for name in golden.CASES]
+IN_FOUR = [name if i < 3 else pytest.param(name, marks=LONG) for i, name in enumerate(golden.DOZEN)]
+
+
+@pytest.mark.parametrize("name", IN_ONE)
 def test_golden_case_holds_in_one_bucket(name: str) -> None:
     result = golden.check(name)
     assert result.status == "passed", result.reason
@@ -24,7 +30,7 @@ def test_each_case_of_the_dozen_is_padded_in_both_directions() -> None:
         assert rows < golden.ONE["rows"][0] and tokens < golden.ONE["tokens"][0]
 
 
-@pytest.mark.parametrize("name", golden.DOZEN)
+@pytest.mark.parametrize("name", IN_FOUR)
 def test_a_golden_case_gives_the_same_bits_in_every_bucket(name: str) -> None:
     exact, *padded = (golden.outputs(name, bucket) for bucket in golden.buckets(name).values())
     assert exact, "nothing was computed"

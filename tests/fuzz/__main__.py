@@ -14,7 +14,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.fuzz.properties import LONG
 
-ROUND = 300  # examples
+ROUND = 100  # examples
 
 
 def main(minutes: float, names: list[str]) -> int:
