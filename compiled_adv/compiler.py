@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compiled_adv import reference
 from compiled_adv.admit import Admitted, admit, admit_call, legal_modes, mask_as, read_keys
-from compiled_adv.batch import TrajBatchMeta, as_meta, concat_batch, split_batch
+from compiled_adv.batch import as_meta, concat_batch, split_batch
 from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, boundaries, rungs
 from compiled_adv.cache import Cache
 from compiled_adv.channel import OPTIONAL, OUTPUTS
@@ -131,7 +131,7 @@ class Compute:
         carried = read_keys(optional, self.spec, self._resolved)
         device = next((x.device for x in (example or {}).values() if isinstance(x, Tensor)), torch.device("cpu"))
         mopd = MOPD in optional
-        data, meta = example or blank_rollout(optional), as_meta(meta)
+        data, meta = blank_rollout(optional, self._reader) if example is None else ({**example}, as_meta(meta))
         whole = self._resolved.compute is not None
         kinds = {
             replace(self._kind(BARE | {*carried}, mode, mopd, data, meta), whole=whole)
@@ -160,7 +160,7 @@ class Compute:
     def explain(self, format: str = "text", channels: Sequence[str] = OPTIONAL, mode: str = "additive") -> Any:
         """What this configuration becomes for a batch with these optional channels: text, or facts for "json"."""
         carried = read_keys(channels, self.spec, self._resolved)
-        kind = self._kind(BARE | {*carried}, mode, False, blank_rollout(channels), None)
+        kind = self._kind(BARE | {*carried}, mode, False, *blank_rollout(channels, self._reader))
         kind = replace(kind, whole=self._resolved.compute is not None)
         pipeline, log = self._rewritten(kind, may_split=True)
         return explain_json(log, lower(pipeline)) if format == "json" else explain_text(log, lower(pipeline))
@@ -180,7 +180,7 @@ class Compute:
         backend = backend or self._backend()
         if backend == "reference":
             return reference.run(self.spec, self._resolved, admitted.data, admitted.meta, admitted.call)
-        kind = self._kind_of(admitted)
+        kind = self._kind_of(admitted, backend)
         computed, flags = (self._run_compiled if backend == "compiled" else self._run_eager)(kind, admitted)
         raw = admitted.data["rewards"]
         as_they_came = self._resolved.outcome is None and not self.spec.overlong_reward_penalty
@@ -196,7 +196,7 @@ class Compute:
         """A replacement of the whole computation: as a Program where it may be one, else by itself."""
         if self._backend() != "compiled":
             return self._override(admitted, self._resolved.compute), {}
-        kind = replace(self._kind_of(admitted), whole=True)
+        kind = replace(self._kind_of(admitted, "compiled"), whole=True)
         if kind not in self._known:
             return self._run_first(kind, admitted), {}
         if self._in_program(kind):
@@ -241,7 +241,8 @@ class Compute:
         try:
             computed, flags = executable.run(admitted)
         except NotCaptured as error:  # what a user's function reads beside its arguments has changed
-            self._move_out(kind, error.what)
+            if not self._move_out(kind, error.what):
+                raise
             return self._run_override(admitted) if kind.whole else self._run_compiled(kind, admitted)
         if "invalid" in flags:
             return self._run_eager(kind, admitted)  # raises the named error
@@ -301,19 +302,27 @@ class Compute:
             self._warned.add(type(error).__name__)
             warnings.warn(f"running eager: {error}", RuntimeWarning, stacklevel=2)
 
-    def _kind_of(self, admitted: Admitted) -> "Kind":
+    def _kind_of(self, admitted: Admitted, backend: str) -> "Kind":
         mode, mopd = admitted.call.advantage_shaping_mode, admitted.data.get(MOPD) is not None
-        return self._kind(frozenset(admitted.channels), mode, mopd, admitted.data, admitted.meta)
+        data = admitted.data if backend == "compiled" else None
+        return self._kind(frozenset(admitted.channels), mode, mopd, data, admitted.meta)
 
     def _kind(
-        self, channels: frozenset[str], mode: str, mopd: bool, data: Mapping[str, Any], meta: TrajBatchMeta | None
+        self, channels: frozenset[str], mode: str, mopd: bool, data: Mapping[str, Any] | None, meta: Any
     ) -> "Kind":
-        """What decides a Program beside the configuration; a mode that changes nothing is left out."""
+        """What decides a Program beside the configuration; a mode that changes nothing is left out. `data`: a rollout,
+        for the compiled backend."""
         shaped = self._resolved.process is None and "token_rewards" in channels or self._resolved.compute is not None
+        mode, reader = mode if shaped else "additive", self._reader
+        rollout = rollout_of(reader, data, meta) if reader is not None and data is not None else None
+        return Kind(channels, mode, mopd, rollout)
+
+    @property
+    def _reader(self) -> Plugin | None:
+        """The function of the rollout itself that may be a part of the Program."""
         reader = self._resolved.compute or self._resolved.outcome
-        in_program = self.spec.advantage.compiled.plugins != "never" and reader is not None and is_pad_safe(reader.fn)
-        rollout = rollout_of(reader, data, meta) if reader is not None and in_program else None
-        return Kind(channels, mode if shaped else "additive", mopd, rollout)
+        may = self.spec.advantage.compiled.plugins != "never" and reader is not None and is_pad_safe(reader.fn)
+        return reader if may else None
 
     def _wired(self, kind: "Kind") -> Pipeline:
         if kind.whole and self._resolved.compute is not None:

@@ -82,7 +82,7 @@ def _run(
     program: Program, steps: Sequence[Step | None], admitted: Admitted, bucket: Bucket | None
 ) -> tuple[dict[str, Tensor], Flags]:
     """Every segment in turn; what no later one needs is dropped at once."""
-    env = dict(admitted.channels)
+    env = {name: admitted.channels[name] for name in program.inputs}
     if bucket is not None:
         fits = (bucket.rows, bucket.tokens) == (admitted.rows, admitted.tokens)
         env = {name: x.contiguous() if fits else pad_channel(name, x, bucket) for name, x in env.items()}

@@ -30,6 +30,8 @@ from compiled_adv.stages.plugin import COMPUTED, ComputePlugin, LambdaPlugin, Ou
 # Two small batches: a graph that is another one for the second grows with the batch.
 SMALL = ((8, 16), (16, 24))
 
+BLANK_META = TrajBatchMeta(1, [SMALL[0][0]], [SMALL[0][1]], None)
+
 # What a claim is checked with: the first batch with so many rows and tokens of padding.
 MORE_ROWS, MORE_TOKENS = 3, 5
 
@@ -174,14 +176,17 @@ def rollout_of(plugin: Plugin, data: Mapping[str, Any], meta: TrajBatchMeta | No
     return Rollout(kinds, hidden, meta is not None, explicit, largest)
 
 
-def blank_rollout(channels: Iterable[str]) -> dict[str, Tensor]:
-    """A rollout with these optional channels, in the usual dtypes, where no batch is there to look at."""
+def blank_rollout(channels: Iterable[str], plugin: Plugin | None) -> tuple[dict[str, Tensor], TrajBatchMeta | None]:
+    """A rollout with these optional channels, in the usual dtypes, where no batch is there to look at; with metadata
+    where the function needs it."""
     rows, tokens = SMALL[0]
     named = dict.fromkeys(("logprobs", *channels), torch.float32)
     named |= {"input_ids": torch.int64, "loss_mask": torch.int64, "attention_mask": torch.bool}
     named |= {key: torch.int64 for key in ("turn_ids",) if key in named}
     data = {key: torch.zeros(rows, tokens, dtype=dtype) for key, dtype in named.items()}
-    return data | {"rewards": torch.zeros(rows), "is_truncated": torch.zeros(rows, dtype=torch.bool)}
+    data |= {"rewards": torch.zeros(rows), "is_truncated": torch.zeros(rows, dtype=torch.bool)}
+    needed = plugin is not None and by_prompt(plugin) and plugin.kwargs.get("group_size") is None
+    return data, BLANK_META if needed else None
 
 
 def _bound(largest: int, meta: TrajBatchMeta | None) -> int:
@@ -330,9 +335,10 @@ def blank_inputs(node: Node, rollout: Rollout | None, config: Any) -> Any:
         dtype = torch.int64 if name == "aligned_turn_ids" else torch.float32
         return torch.zeros(3 if name == "gvpo" else (rows,) if name in PER_ROW else (rows, tokens), dtype=dtype)
 
-    known = blank_rollout(OPTIONAL) if rollout is None else rollout.blank(rows, tokens) | dict.fromkeys(rollout.hidden)
-    meta = TrajBatchMeta(1, [rows], [tokens], None) if rollout is not None and rollout.meta else None
-    return stage.inputs(channel, known, meta, config)
+    if rollout is None:
+        return stage.inputs(channel, *blank_rollout(OPTIONAL, stage.plugin), config)
+    known = rollout.blank(rows, tokens) | dict.fromkeys(rollout.hidden)
+    return stage.inputs(channel, known, BLANK_META if rollout.meta else None, config)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,12 @@ class Lengths(Stage):
 
     def forward(self, words_BW):
         if not is_compiling():
-            set_BT = words_BW.view(torch.uint8).to(torch.float32)
+            set_BT = words_BW.view(torch.bool).to(torch.float32)
             lengths_B = set_BT.sum(1)
             return lengths_B.to(torch.int32), (set_BT * (columns(set_BT) + 1)).amax(1) != lengths_B
+        for shift in (4, 2, 1):  # a bool that was made elsewhere may hold another byte than 1
+            words_BW = words_BW | words_BW >> shift
+        words_BW = words_BW & 0x01010101
         set_BW = (words_BW & 1) + (words_BW >> 8 & 1) + (words_BW >> 16 & 1) + (words_BW >> 24 & 1)
         hole_BW = words_BW >> 8 & ~words_BW & 0x00010101
         end_BW = torch.where(words_BW != 0, columns(words_BW) * 4 + set_BW, 0)

@@ -6,7 +6,6 @@ import torch
 from tests.compiled import golden
 from tests.compiled.shared import assert_same
 
-
 # Each case is a program of its own to compile: `make test` takes a few, `make test-long` all of them.
 LONG = pytest.mark.long
 IN_ONE = [name if name in golden.DOZEN else pytest.param(name, marks=LONG) for name in golden.CASES]

@@ -99,6 +99,10 @@ def branch_line() -> int:
     return next(i for i, line in enumerate(lines, 1) if "if inputs.advantages.sum() > 0" in line)
 
 
+def test_a_function_of_one_prompt_is_explained_without_a_batch() -> None:
+    assert functions(build(OUTCOME, EXAMPLES + "leave_one_out"))[0]["where"] == "program"
+
+
 def test_the_facts_are_json() -> None:
     assert json.loads(json.dumps(functions(build(PROCESS, "undeclared"))))[0]["function"] == PATH + "undeclared"
 
@@ -221,6 +225,15 @@ def test_a_function_whose_globals_keep_changing_leaves_the_program(monkeypatch: 
     monkeypatch.setattr(placed_plugins, "SCALE", 2.0)
     torch.testing.assert_close(run(compute, batch())["advantages"], first * 2)
     assert functions(compute)[0]["why"] == "what it reads beside its arguments keeps changing"
+
+
+@pytest.mark.parametrize("slot", [OUTCOME, COMPUTE])
+def test_what_a_later_batch_carries_beside_is_no_business_of_the_program(slot: str) -> None:
+    """Keys that a function of the rollout does not read, tensors or not."""
+    compute = build(slot, "raw" if slot == OUTCOME else "gvpo_of_its_own")
+    for more in ({}, {"tasks": ["a"] * 3}, {"images": torch.ones(5, 2)}, {"scores": torch.ones(3, 7)}):
+        run(compute, batch(**more))
+    assert compute.cache.info().fallbacks == 0
 
 
 # ---- when what is compiled ----
