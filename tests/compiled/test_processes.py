@@ -74,7 +74,7 @@ def test_a_second_process_starts_from_the_cache(cold, tmp_path: Path):
     assert_same(torch.load(tmp_path / "second.pt"), torch.load(result))
 
 
-@pytest.mark.parametrize("damage", ["cut off", "garbage", "libraries gone"])
+@pytest.mark.parametrize("damage", ["libraries gone"])
 def test_a_damaged_cache_is_rebuilt(cold, damage: str, tmp_path: Path):
     import shutil
 
