@@ -310,7 +310,7 @@ def test_explain_shows_the_program_as_python_that_runs():
 
 def test_explain_as_facts_is_json_with_the_same_content():
     facts = json.loads(json.dumps(compiled_adv.build(on()).explain(format="json")))
-    assert facts.keys() == {"pipelines", "rewrites", "program"}
+    assert facts.keys() == {"pipelines", "rewrites", "functions", "program"}
     wired_, last = facts["pipelines"][0], facts["pipelines"][-1]
     stages = [stage["stage"] for stage in wired_["stages"]]
     assert str(KLRewards(0.0, "k1")) in stages and str(KLInAdvantage()) in stages and str(TokenGAE(1.0)) in stages
