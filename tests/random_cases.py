@@ -33,6 +33,9 @@ BUCKET = {"rows": [8], "tokens": [128]}
 # Of adv_norm: far above the rounding of float32 advantages, which a smaller one would blow up to any size.
 EPS = 0.05
 
+# Of gvpo: an advantage that is zero but for rounding must lie well inside, since what is zero has another result.
+ZERO_EPS = 1e-3
+
 
 @dataclass(frozen=True)
 class Case:
@@ -172,7 +175,10 @@ def make_case(
         mode = "additive"
     if "token_rewards" in batch:
         _legal_process_rewards(batch, fold=folds, unit=mode == "process_weighted")
-    return Case(config, batch, make_meta(rng, meta, batch), {"advantage_shaping_mode": mode})
+    call: dict[str, Any] = {"advantage_shaping_mode": mode}
+    if mode == "gvpo":
+        call["gvpo_zero_eps"] = ZERO_EPS
+    return Case(config, batch, make_meta(rng, meta, batch), call)
 
 
 def make_batch(rng: random.Random, rows: int, tokens: int, *, wrap: bool) -> dict[str, Any]:
