@@ -130,6 +130,9 @@ def split_batch(batch: Mapping[str, Any], meta: Any) -> list[dict[str, Any]]:
         raise BadMeta("split_batch needs the metadata that concat_batch gave", at="meta", found=None)
     if not isinstance(batch, Mapping):
         raise WrongType("split_batch takes a mapping", at="batch", found=type(batch).__name__)
+    for key, value in batch.items():
+        if isinstance(value, Tensor):
+            check_tensor(key, value, f"batch[{shown(key)}]")
     mask = batch.get("attention_mask")
     width = mask.shape[1] if isinstance(mask, Tensor) and mask.ndim > 1 else max(meta.traj_seqlens, default=0)
     _check_split(meta, width)
@@ -138,10 +141,11 @@ def split_batch(batch: Mapping[str, Any], meta: Any) -> list[dict[str, Any]]:
         traj: dict[str, Any] = {}
         for key, value in batch.items():
             if isinstance(value, Tensor):
-                check_tensor(key, value, f"batch['{key}']")
                 if value.ndim == 0 or value.shape[0] != n_rows:
                     found = f"{list(value.shape)} for {n_rows} rows"
-                    raise WrongShape(f"'{key}' does not have one entry per row", at=f"batch['{key}']", found=found)
+                    raise WrongShape(
+                        f"{shown(key)} does not have one entry per row", at=f"batch[{shown(key)}]", found=found
+                    )
                 part = value[start : start + size]
                 if value.ndim > 1 and value.shape[1] == width:
                     part = part[:, :seqlen]
@@ -150,8 +154,8 @@ def split_batch(batch: Mapping[str, Any], meta: Any) -> list[dict[str, Any]]:
             elif isinstance(value, list) and len(value) == meta.n_trajs:
                 traj[key] = value[i]
             else:
-                what = f"'{key}' is neither a tensor nor a list with one entry per prompt"
-                raise WrongType(what, at=f"batch['{key}']", found=type(value).__name__)
+                what = f"{shown(key)} is neither a tensor nor a list with one entry per prompt"
+                raise WrongType(what, at=f"batch[{shown(key)}]", found=type(value).__name__)
         if meta.rollout_groups is not None and meta.rollout_groups[i] is not None:
             traj["rollout_group"] = meta.rollout_groups[i]
         out.append(traj)
@@ -162,10 +166,10 @@ def split_batch(batch: Mapping[str, Any], meta: Any) -> list[dict[str, Any]]:
 def check_tensor(key: object, x: Tensor, at: str) -> None:
     """Refuse what holds no numbers of its own, or none that torch computes with."""
     if x.layout != torch.strided or x.is_quantized or x.is_nested or x.device.type == "meta":
-        raise WrongType(f"'{key}' must be a plain tensor", at=at, found=f"{x.layout}, {x.dtype}, {x.device}")
+        raise WrongType(f"{shown(key)} must be a plain tensor", at=at, found=f"{x.layout}, {x.dtype}, {x.device}")
     if x.dtype not in COMPUTABLE:
         hint = f"{at}.to(torch.float32)"
-        raise WrongDtype(f"'{key}' has a dtype that torch does not compute with", at=at, found=x.dtype, hint=hint)
+        raise WrongDtype(f"{shown(key)} has a dtype that torch does not compute with", at=at, found=x.dtype, hint=hint)
 
 
 # ---- metadata ----
@@ -235,12 +239,14 @@ def _check_trajs(trajs: Sequence[Mapping[str, Any]]) -> None:
             raise WrongType("a prompt is not a mapping", at=f"batch[{i}]", found=type(traj).__name__)
         for key, x in traj.items():
             if isinstance(x, Tensor):
-                check_tensor(key, x, f"batch[{i}]['{key}']")
+                check_tensor(key, x, f"batch[{i}][{shown(key)}]")
     union = {key: i for i, traj in enumerate(trajs) for key in traj if key != "rollout_group"}
     for key, holder in union.items():
         for i, traj in enumerate(trajs):
             if key not in traj:
-                raise MissingKey(f"'{key}' is in batch[{holder}] and missing in batch[{i}]", at=f"batch[{i}]['{key}']")
+                raise MissingKey(
+                    f"{shown(key)} is in batch[{holder}] and missing in batch[{i}]", at=f"batch[{i}][{shown(key)}]"
+                )
 
 
 def _width(traj: Mapping[str, Any]) -> int:
@@ -259,12 +265,12 @@ def _rows(traj: Mapping[str, Any], i: int, width: int) -> int:
     n_rows = anchor.shape[0] if anchor.ndim else 0
     for key, x in tensors.items():
         if x.ndim == 0 or x.shape[0] != n_rows:
-            what = f"'{key}' does not have one entry per row"
-            raise WrongShape(what, at=f"batch[{i}]['{key}']", found=f"{list(x.shape)} for {n_rows} rows")
+            what = f"{shown(key)} does not have one entry per row"
+            raise WrongShape(what, at=f"batch[{i}][{shown(key)}]", found=f"{list(x.shape)} for {n_rows} rows")
         if key in TOKEN_KEYS and tuple(x.shape) != (n_rows, width):
             # Padding it would hide that its columns are not the prompt's tokens.
-            what = f"'{key}' does not have one entry per token"
-            raise WrongShape(what, at=f"batch[{i}]['{key}']", found=f"{list(x.shape)}, not {[n_rows, width]}")
+            what = f"{shown(key)} does not have one entry per token"
+            raise WrongShape(what, at=f"batch[{i}][{shown(key)}]", found=f"{list(x.shape)}, not {[n_rows, width]}")
     if n_rows == 0:
         raise EmptyBatch("a prompt has no rows", at=f"batch[{i}]", found=f"keys {listed(tensors)}")
     return n_rows
@@ -277,16 +283,18 @@ def _concat(key: str, values: list[Any]) -> Any:
         return values
     first = values[are_tensors.index(True)]
     for i, x in enumerate(values):
-        at = f"batch[{i}]['{key}']"
+        at = f"batch[{i}][{shown(key)}]"
         if not are_tensors[i]:
-            raise WrongType(f"'{key}' is a tensor in some prompts only", at=at, found=type(x).__name__)
+            raise WrongType(f"{shown(key)} is a tensor in some prompts only", at=at, found=type(x).__name__)
         if x.dtype != first.dtype:
-            raise WrongDtype(f"'{key}' has different dtypes", at=at, found=f"{x.dtype}, elsewhere {first.dtype}")
+            raise WrongDtype(f"{shown(key)} has different dtypes", at=at, found=f"{x.dtype}, elsewhere {first.dtype}")
         if x.device != first.device:
-            raise WrongDevice(f"'{key}' is on different devices", at=at, found=f"{x.device}, elsewhere {first.device}")
+            raise WrongDevice(
+                f"{shown(key)} is on different devices", at=at, found=f"{x.device}, elsewhere {first.device}"
+            )
         if x.ndim != first.ndim or x.shape[2:] != first.shape[2:]:
             found = f"{list(x.shape)}, elsewhere {list(first.shape)}"
-            raise WrongShape(f"'{key}' has shapes that do not fit together", at=at, found=found)
+            raise WrongShape(f"{shown(key)} has shapes that do not fit together", at=at, found=found)
     n_rows, start = sum(x.shape[0] for x in values), 0
     tail = () if first.ndim == 1 else (max(x.shape[1] for x in values), *first.shape[2:])
     out = first.new_full((n_rows, *tail), -1 if key == "turn_ids" else 0, requires_grad=False)

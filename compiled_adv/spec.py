@@ -327,7 +327,7 @@ def _actor_values(actor: Any, plain: bool) -> dict[str, Any]:
     for name in ("reward_norm", "adv_norm"):
         norm = values.get(name)
         # A trainer's norm object may have attributes of its own; a mapping is written for us.
-        values[name] = _named(norm, Norm.model_fields) if _is_object(norm) else _block(norm, Norm)
+        values[name] = (_named(norm, Norm.model_fields) or norm) if _is_object(norm) else _block(norm, Norm)
     values["advantage"] = _advantage_values(values.get("advantage"))
     values["gae_lambda_kwargs"] = _copy({} if (kwargs := values.get("gae_lambda_kwargs")) is None else kwargs)
     return values

@@ -16,9 +16,11 @@ import pytest
 import torch
 from typer.testing import Result
 
+import compiled_adv
 from compiled_adv.errors import BuildFailed
 from compiled_adv.kernels import build
 from compiled_adv.rollouts import read_group, write_group
+from tests.contracts.small import rows
 
 Shell = Callable[..., Result]
 RUN = ("run", "--config", "config.yaml", "--rollouts", "rollouts", "--out", "out")
@@ -229,3 +231,15 @@ def test_a_library_from_the_future_is_used_as_it_is(tmp_path: Path, compiler: Ca
     os.utime(path, (2**33, 2**33))
     compiler("exit 1")
     assert build.library(tmp_path / "cache").exists()
+
+
+# ---- the compile cache ----
+
+
+def test_a_cache_of_compiled_code_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = {"cache_dir": str(tmp_path / "file" / "cache"), "buckets": {"rows": [1], "tokens": [3]}}
+    compute = compiled_adv.build({"kl_ctl": 0.0, "advantage": {"backend": "compiled", "compiled": settings}})
+    with pytest.warns(RuntimeWarning, match="cache_dir"):
+        out = compute(rows("pgg", rewards=[1]))
+    assert out["advantages"].tolist() == [[1, 1, 0]]
