@@ -24,7 +24,7 @@ from compiled_adv.stage import Stage
 from compiled_adv.stages.plugin import Traced
 from compiled_adv.status import merge, raise_errors
 
-BLOCK = 1 << 18  # tokens of the rows that run at once
+BLOCK = 1 << 18  # tokens of the rows that run at once, for each thread
 WHOLE = {name for name, channel in INPUTS.items() if channel.dims == "S"}  # not one entry for each row
 
 Flags = dict[str, list[int]]
@@ -118,7 +118,7 @@ def _in_blocks(segment: Segment, inputs: Sequence[Tensor]) -> Sequence[Tensor | 
     cut = [x.ndim > 0 and base(name) not in WHOLE for name, x in zip(segment.inputs, inputs, strict=True)]
     rows = max(len(x) for x, is_cut in zip(inputs, cut, strict=True) if is_cut)
     tokens = max(x.numel() for x in inputs) // rows
-    at_once = max(1, BLOCK // max(1, tokens))
+    at_once = max(1, BLOCK * torch.get_num_threads() // max(1, tokens))
     if at_once >= rows or inputs[0].device.type != "cpu":
         return segment.module(*inputs)
     whole: list[Tensor] = []

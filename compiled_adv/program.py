@@ -107,26 +107,29 @@ def _parts(pipeline: Pipeline) -> list[list[Node]]:
 def _by_rows(nodes: list[Node]) -> list[list[Node]]:
     """Stages that take each row by itself and stages that mix rows, by turns.
 
-    Each as late as its readers allow, and a stage without readers at once: little then lies between two parts.
+    A stage runs as late as those of its readers that must wait for others; one that nobody waits for runs as soon as
+    it can. So little lies between two parts.
     """
     writer = {version: node.name for node in nodes for version in node.produced}
     writers = {node.name: {writer[v] for v in node.reads if v in writer} for node in nodes}
-    read = {name for names in writers.values() for name in names}
-    level: dict[str, int] = {}  # even: by rows; odd: mixed
 
-    def as_early_as_possible(node: Node) -> None:
+    def after(node: Node, level: dict[str, int]) -> int:
+        """The first level behind its writers. Even: by rows; odd: mixed."""
         ready = max((level[name] for name in writers[node.name]), default=0)
-        level[node.name] = ready + (ready % 2 != node.stage.mixes_rows)
+        return ready + (ready % 2 != node.stage.mixes_rows)
 
+    early: dict[str, int] = {}
     for node in nodes:
-        as_early_as_possible(node)
+        early[node.name] = after(node, early)
+    due: dict[str, int] = {}
     for node in reversed(nodes):
-        due = [level[other.name] for other in nodes if node.name in writers[other.name] and other.name in read]
-        if due:
-            level[node.name] = min(due) - (min(due) % 2 != node.stage.mixes_rows)
+        waiting = [due[other.name] for other in nodes if node.name in writers[other.name] and other.name in due]
+        if waiting or early[node.name]:
+            last = min(waiting, default=early[node.name])
+            due[node.name] = last - (last % 2 != node.stage.mixes_rows)
+    level: dict[str, int] = {}
     for node in nodes:
-        if node.name not in read:
-            as_early_as_possible(node)
+        level[node.name] = due[node.name] if node.name in due else after(node, level)
     parts = [[node for node in nodes if level[node.name] == i] for i in range(max(level.values()) + 1)]
     return [part for part in parts if part]
 

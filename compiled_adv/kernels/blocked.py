@@ -5,6 +5,7 @@ operator. No loop runs over tokens: active columns are packed where they have ga
 powers relative to the position; the block heads are scanned the same way. A mask is 1 or 0.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -57,22 +58,50 @@ def backward_recurrence(
         carried_B1 = run_BT.gather(1, first_B1.to(torch.int64))
         return select(steps_BT, run_BT).add_(select(first_B1 - column_T, carried_B1)), steps_BT.new_empty(0)
 
-    entry_BT = steps_BT.cumsum(1) - steps_BT  # steps before the column
     most = int(count_B1.max())
-    packed_BT = torch.lerp(count_B1.new_full((1, 1), most + 1), entry_BT, steps_BT).to(torch.int64)
-    entry_BT, count_B1 = entry_BT.to(torch.int64), count_B1.to(torch.int64)
-
-    def pack(x_BT: Tensor) -> Tensor:
-        """Entries 0 to `most`; inactive columns fall into one more, which is cut off."""
-        return x_BT.new_zeros(len(x_BT), most + 2).scatter_(1, packed_BT, x_BT)[:, : most + 1]
-
+    pack, unpack = (_pack_few if 16 * most < width else _pack_many)(steps_BT, count_B1, most)
+    count_B1 = count_B1.to(torch.int64)
     rewards_BN = pack(rewards_BT).scatter_add_(1, (count_B1 - 1).clamp(min=0), after_B1)
     values_BN = None if values_BT is None else pack(values_BT)
-    running_BT = _scan(rewards_BN, values_BN, discount, factor).gather(1, entry_BT)
+    running_BT = unpack(_scan(rewards_BN, values_BN, discount, factor))
     if not with_next:
         return running_BT, steps_BT.new_empty(0)
     values_BN = torch.zeros_like(rewards_BN) if values_BN is None else values_BN
-    return running_BT, values_BN.scatter(1, count_B1, bootstrap_B[:, None]).gather(1, entry_BT)
+    return running_BT, unpack(values_BN.scatter(1, count_B1, bootstrap_B[:, None]))
+
+
+Packing = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+
+
+def _pack_many(steps_BT: Tensor, count_B1: Tensor, most: int) -> Packing:
+    """[B,T] -> the entries of its steps [B,most+1], zeros behind them; and back: to each column the next step's."""
+    entry_BT = steps_BT.cumsum(1) - steps_BT  # steps before the column
+    packed_BT = torch.lerp(count_B1.new_full((1, 1), most + 1), entry_BT, steps_BT).to(torch.int64)
+    entry_BT = entry_BT.to(torch.int64)
+
+    def pack(x_BT: Tensor) -> Tensor:
+        # inactive columns fall into one entry more, which is cut off
+        return x_BT.new_zeros(len(x_BT), most + 2).scatter_(1, packed_BT, x_BT)[:, : most + 1]
+
+    return pack, lambda x_BN: x_BN.gather(1, entry_BT)
+
+
+def _pack_few(steps_BT: Tensor, count_B1: Tensor, most: int) -> Packing:
+    """The same by the place of each step, which is faster where few columns are steps."""
+    rows, width = steps_BT.shape
+    row_S, column_S = steps_BT.to(torch.bool).nonzero(as_tuple=True)
+    count_B = count_B1[:, 0].to(torch.int64)
+    entry_S = torch.arange(len(row_S), device=row_S.device) - (count_B.cumsum(0) - count_B)[row_S]
+    place_BN = torch.full((rows, most + 1), width - 1, device=row_S.device).index_put_((row_S, entry_S), column_S)
+    columns_BN = place_BN.diff(dim=1, prepend=place_BN.new_full((rows, 1), -1))  # columns that show an entry
+
+    def pack(x_BT: Tensor) -> Tensor:
+        return x_BT.new_zeros(rows, most + 1).index_put_((row_S, entry_S), x_BT[row_S, column_S])
+
+    def unpack(x_BN: Tensor) -> Tensor:
+        return x_BN.flatten().repeat_interleave(columns_BN.flatten(), output_size=steps_BT.numel()).view(rows, width)
+
+    return pack, unpack
 
 
 def _scan(rewards_BN: Tensor, values_BN: Tensor | None, discount: float, factor: "float | Tensor") -> Tensor:
@@ -151,8 +180,8 @@ def row_moments(x_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n_B = mask_BT.sum(1).to(F64)
     x_BT = select(mask_BT, x_BT).to(F64)
     mean_B = x_BT.sum(1) / n_B.clamp(min=1)
-    away_BT = select(mask_BT.to(F64), x_BT - mean_B[:, None])
-    return n_B, mean_B, torch.linalg.vecdot(away_BT, away_BT)
+    away_BT = x_BT.sub_(mean_B[:, None]).mul_(mask_BT.to(F64))  # finite off the mask: selected above
+    return n_B, mean_B, away_BT.square_().sum(1)
 
 
 def merge_moments(n_U: Tensor, mean_U: Tensor, m2_U: Tensor, part_U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,36 +212,46 @@ def turn_totals(
     A turn is a run of equal ids among a row's active columns; its reward is their float64 sum, its value that of the
     first. Returns float32 [B,T] three times; without a critic the values are empty.
     """
-    row_A, column_A = (mask_BT != 0).nonzero(as_tuple=True)
-    id_A = turn_ids_BT[row_A, column_A]
-    goes_on_A = (row_A[1:] == row_A[:-1]) & (id_A[1:] == id_A[:-1])
-    start_A = torch.nn.functional.pad(~goes_on_A, (1, 0), value=True)[: len(row_A)]
-    end_A = torch.nn.functional.pad(~goes_on_A, (0, 1), value=True)[: len(row_A)]
-    turn_A = start_A.cumsum(0) - 1
-    turns = int(start_A.sum())
-    total_N = torch.zeros(turns, dtype=torch.float64, device=row_A.device)
-    total_N.index_add_(0, turn_A, rewards_BT[row_A, column_A].to(torch.float64))
-    ends = (row_A[end_A], column_A[end_A])
+    first_S, last_S, _, new_S = _stretches(turn_ids_BT, mask_BT)
+    first_N, last_N = first_S[new_S], last_S[new_S.roll(-1)]  # the first stretch begins a turn: the roll ends the last
+    rewards_Z = select(mask_BT, rewards_BT).flatten()
+    at_Z = rewards_Z.to(torch.bool).nonzero()[:, 0]
+    turn_Z = torch.searchsorted(first_N, at_Z, right=True) - 1
+    total_N = first_N.new_zeros(len(first_N), dtype=F64).index_add_(0, turn_Z, rewards_Z[at_Z].to(F64))
 
     def at_ends(x_N: Tensor) -> Tensor:
-        return torch.zeros(mask_BT.shape, dtype=torch.float32, device=row_A.device).index_put_(ends, x_N)
+        return mask_BT.new_zeros(mask_BT.numel(), dtype=F32).index_put_((last_N,), x_N).view(mask_BT.shape)
 
-    none = torch.empty(0, dtype=torch.float32, device=row_A.device)
-    value_BT = none if values_BT is None else at_ends(values_BT[row_A[start_A], column_A[start_A]])
-    ends_BT = at_ends(torch.ones(turns, dtype=torch.float32, device=row_A.device))
-    return at_ends(total_N.to(torch.float32)), value_BT, ends_BT
+    value_BT = mask_BT.new_empty(0, dtype=F32) if values_BT is None else at_ends(values_BT.flatten()[first_N])
+    return at_ends(total_N.to(F32)), value_BT, at_ends(torch.ones_like(total_N, dtype=F32))
 
 
 def turn_counts(turn_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Turns of each row, int64 [B], and whether the ids of its active columns never go back, bool [B]."""
-    row_A, column_A = (mask_BT != 0).nonzero(as_tuple=True)
-    id_A = turn_ids_BT[row_A, column_A]
-    same_row_A = row_A[1:] == row_A[:-1]
-    new_A = torch.ones(len(row_A), dtype=torch.int64, device=row_A.device)
-    new_A[1:] = (~same_row_A | (id_A[1:] != id_A[:-1])).to(torch.int64)
-    zeros_B = torch.zeros(len(mask_BT), dtype=torch.int64, device=row_A.device)
-    backwards_A = (same_row_A & (id_A[1:] < id_A[:-1])).to(torch.int64)
-    return zeros_B.index_add(0, row_A, new_A), zeros_B.index_add(0, row_A[1:], backwards_A) == 0
+    first_S, _, id_S, new_S = _stretches(turn_ids_BT, mask_BT)
+    row_S = first_S // mask_BT.shape[1]
+    zeros_B = row_S.new_zeros(len(mask_BT))
+    back_S = ((row_S[1:] == row_S[:-1]) & (id_S[1:] < id_S[:-1])).to(torch.int64)
+    return zeros_B.index_add(0, row_S, new_S.to(torch.int64)), zeros_B.index_add(0, row_S[1:], back_S) == 0
+
+
+def _stretches(turn_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Stretches of active columns with one id: their first and last flat place, id, and whether a turn begins there.
+
+    A stretch with the id of the one before it in the row goes on with its turn. Ids are below 2^24, as columns are.
+    """
+    width = mask_BT.shape[1]
+    id_BT = select(mask_BT, turn_ids_BT.to(F32).clamp(min=0) + 1)  # 0 where inactive; a bad id is flagged elsewhere
+    changes_BT = id_BT - torch.nn.functional.pad(id_BT[:, :-1], (1, 0))
+    first_S = changes_BT.to(torch.bool).flatten().nonzero()[:, 0]
+    after_S = torch.nn.functional.pad(first_S[1:], (0, 1), value=mask_BT.numel())
+    last_S = torch.minimum(after_S, (first_S // width + 1) * width) - 1
+    id_S = id_BT.flatten()[first_S]
+    first_S, last_S, id_S = (x_S[id_S > 0] for x_S in (first_S, last_S, id_S))
+    row_S = first_S // width
+    new_S = torch.ones_like(first_S, dtype=torch.bool)
+    new_S[1:] = (row_S[1:] != row_S[:-1]) | (id_S[1:] != id_S[:-1])
+    return first_S, last_S, id_S, new_S
 
 
 def discounted_sum(x: Tensor, factor: Tensor) -> Tensor:

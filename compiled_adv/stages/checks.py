@@ -167,7 +167,8 @@ class TurnRange(Check):
     flags = ("turn_id_out_of_range",)
 
     def violations(self, mask_BT, ids_BT, facts):
-        return select(mask_BT, where_true((ids_BT < 0) | (ids_BT >= fact(facts, "tokens"))))
+        ids_BT = ids_BT.to(torch.float32)  # rounding keeps them on their side of 0 and of the number of tokens
+        return select(mask_BT, torch.maximum(-ids_BT, ids_BT - (fact(facts, "tokens") - 1)).clamp(min=0))
 
 
 class WeightRange(Check):

@@ -72,11 +72,11 @@ class BootstrapValues(Stage):
 class AlignTurnIds(Stage):
     """Turn ids of the next token."""
 
-    reads = ("turn_ids", "facts")
+    reads = ("turn_ids",)
     writes = ("aligned_turn_ids",)
 
-    def forward(self, turn_ids_BT, facts):
-        return align_turn_ids(turn_ids_BT, fact(facts, "tokens"))
+    def forward(self, turn_ids_BT):
+        return align_turn_ids(turn_ids_BT)
 
 
 class Turns(Stage):

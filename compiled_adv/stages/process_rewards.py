@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import columns, fact, roll_left, select, shift_left
+from compiled_adv.stages.select import fact, roll_left, select, shift_left
 
 
 class AlignedRewards(Stage):
@@ -38,15 +38,15 @@ class FoldedRewards(Stage):
     """
 
     slot = "actor.token_rewards_as_adv"
-    reads = ("aligned_rewards", "loss_mask", "turn_ids?", "is_truncated", "facts")
+    reads = ("aligned_rewards", "loss_mask", "turn_ids?", "is_truncated")
     writes = ("folded",)
 
     mask_no_eos: bool
 
-    def forward(self, aligned_BT, mask_BT, turn_ids_BT, is_truncated_B, facts):
+    def forward(self, aligned_BT, mask_BT, turn_ids_BT, is_truncated_B):
         goes_on_BT = shift_left(mask_BT) > 0
         if turn_ids_BT is not None:
-            ids_BT = align_turn_ids(turn_ids_BT, fact(facts, "tokens"))
+            ids_BT = align_turn_ids(turn_ids_BT)
             goes_on_BT = goes_on_BT & (ids_BT == shift_left(ids_BT, -1))
         folded_BT = torch.where((mask_BT > 0) & ~goes_on_BT, aligned_BT, 0.0)
         return kept(folded_BT, is_truncated_B, self.mask_no_eos)
@@ -57,7 +57,6 @@ def kept(rewards_BT: Tensor, is_truncated_B: Tensor, mask_no_eos: bool) -> Tenso
     return torch.where(is_truncated_B[:, None] > 0, 0.0, rewards_BT) if mask_no_eos else rewards_BT.clone()
 
 
-def align_turn_ids(turn_ids_BT, tokens):
-    """Turn ids of the next token; the caller's last column has none."""
-    inside_T = columns(turn_ids_BT) < tokens - 1
-    return torch.where(inside_T, shift_left(turn_ids_BT, -1), -1)
+def align_turn_ids(turn_ids_BT: Tensor) -> Tensor:
+    """Turn ids of the next token; the caller's last column and padding have none."""
+    return shift_left(turn_ids_BT, -1)
