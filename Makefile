@@ -3,6 +3,7 @@
 # make test-long  the tests that compile many programs
 # make lint   set up .venv, then ruff and mypy
 # make fuzz   whatever may arrive from outside, for MINUTES=30; FUZZ_BACKENDS=eager,compiled takes the compiler in
+# make soak   2,000 random batches through the compiled backend, against the plain loops (20 minutes)
 # make peers  set up .venv-peers: areal, verl and torchrl for the benchmarks (2.3 GB, a few minutes)
 # make bench  time the small ladder into perf/results/bench.json, against the peers where .venv-peers is
 SHELL := /bin/bash
@@ -18,7 +19,7 @@ BENCH_BIN = $(if $(wildcard $(PEERS)),.venv-peers/bin,$(BIN))
 
 MINUTES ?= 30
 
-.PHONY: demo test test-long lint fuzz peers bench
+.PHONY: demo test test-long lint fuzz soak peers bench
 
 demo: $(STAMP)
 	$(BIN)/compiled-adv run
@@ -35,6 +36,9 @@ test-long: $(STAMP)
 
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -W ignore -m tests.fuzz $(MINUTES)
+
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 nice $(BIN)/python -W ignore -m tests.soak.soak_compiled
 
 peers: $(PEERS)
 

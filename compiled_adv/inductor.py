@@ -8,7 +8,9 @@ modules.
 
 import os
 import re
+import tempfile
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.runtime import cache_dir_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_adv.memory import POOL
@@ -98,9 +101,27 @@ def compile_graph(
         backend=backend,
         options={"guard_filter_fn": lambda guards: [_is_state(guard.name, watch) for guard in guards]},
     )
+    start = time.time()
     with LOCK, _cache(cache_dir), torch.no_grad():
-        compiled(*example)
+        while True:
+            try:
+                compiled(*example)
+                break
+            except Exception as error:
+                if not _remove_damaged(error, start):
+                    raise
+                states = 0
     return _watched(compiled) if watch else compiled
+
+
+def _remove_damaged(error: Exception, start: float) -> bool:
+    """Delete the files of torch's cache that an error names, unless they are new; False where there is none."""
+    pattern = re.escape(cache_dir_utils.cache_dir()) + r"[\w/.-]+"
+    named = {Path(found) for found in re.findall(pattern, f"{error} {error.__cause__} {error.__context__}")}
+    damaged = [path for path in named if path.is_file() and path.stat().st_mtime < start]
+    for path in damaged:
+        path.unlink(missing_ok=True)
+    return bool(damaged)
 
 
 def _watched(compiled: Compiled) -> Compiled:
@@ -167,8 +188,8 @@ def _with_own_code(fn: Any) -> Any:
 
 @contextmanager
 def _cache(folder: str | None) -> Iterator[None]:
-    """Inductor's on-disk caches in this folder while compiling."""
-    if folder is None:
+    """Inductor's on-disk caches in this folder while compiling, if it can be written."""
+    if folder is None or not _can_write(folder):
         yield
         return
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -180,6 +201,17 @@ def _cache(folder: str | None) -> Iterator[None]:
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
         else:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def _can_write(folder: str) -> bool:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError as error:
+        text = f"compiling without actor.advantage.compiled.cache_dir: {folder} cannot be written ({error})"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return False
 
 
 def graph_error(module: torch.nn.Module, args: Sequence[Any]) -> Exception | None:
@@ -360,7 +392,7 @@ def why_not(error: BaseException) -> NotCaptured:
         return NotCaptured(f"it changes what lies outside it: {names}", hint="return what is to be kept")
     what = getattr(error, "gb_type", None) or text.strip().split("\n")[0] or type(error).__name__
     if what == "Observed exception" and (raised := re.search(r"raised exception (.*)", text)):
-        what = f"it raises {raised[1]}"
+        return NotCaptured(f"it raises {raised[1]}", users_line(text))
     hint = re.search(r"Hint: (.*)", text)
     return NotCaptured(what, users_line(text), hint[1].strip() if hint else "")
 

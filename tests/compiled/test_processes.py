@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,23 +75,31 @@ def test_a_second_process_starts_from_the_cache(cold, tmp_path: Path):
     assert_same(torch.load(tmp_path / "second.pt"), torch.load(result))
 
 
-@pytest.mark.parametrize("damage", ["libraries gone"])
-def test_a_damaged_cache_is_rebuilt(cold, damage: str, tmp_path: Path):
-    import shutil
+DAMAGE = {
+    "everything cut off": ("*", lambda data: data[: len(data) // 2]),
+    "everything garbage": ("*", lambda data: b"\0" * len(data)),
+    "libraries cut off": ("*.so", lambda data: data[: len(data) // 2]),
+    "libraries gone": ("*.so", None),
+}
 
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_is_rebuilt(cold, damage: str, tmp_path: Path):
     cache, result, _ = cold
     broken = tmp_path / "cache"
     shutil.copytree(cache, broken)
-    for path in [path for path in broken.rglob("*") if path.is_file() and path.suffix != ".lock"]:
-        if damage == "libraries gone":
-            if path.suffix == ".so":
-                path.unlink()
+    pattern, change = DAMAGE[damage]
+    for path in [path for path in broken.rglob(pattern) if path.is_file() and path.suffix != ".lock"]:
+        if change is None:
+            path.unlink()
         else:
-            data = path.read_bytes()
-            path.write_bytes(data[: len(data) // 2] if damage == "cut off" else b"\0" * len(data))
-    for attempt in ("rebuilt", "again"):
-        finish(start(broken, tmp_path / f"{attempt}.pt"))
-        assert_same(torch.load(tmp_path / f"{attempt}.pt"), torch.load(result))
+            path.write_bytes(change(path.read_bytes()))
+            os.utime(path, (0, 0))  # damaged long ago
+    finish(start(broken, tmp_path / "rebuilt.pt"))
+    assert_same(torch.load(tmp_path / "rebuilt.pt"), torch.load(result))
+    if damage == "everything cut off":
+        found = finish(start(broken, tmp_path / "again.pt"))
+        assert found["hit"] == 1, "what was rebuilt is kept"
 
 
 # ---- workers ----

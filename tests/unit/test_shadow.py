@@ -287,3 +287,13 @@ def test_a_difference_is_never_nan(mine: list[float], theirs: list[float], want:
 
 def test_a_difference_is_taken_where_the_mask_is_set() -> None:
     assert largest(torch.tensor([1.0, 9.0]), torch.tensor([1.0, 0.0]), torch.tensor([True, False])) == 0
+
+
+# ---- the compiled backend ----
+
+
+def test_a_compiled_result_is_compared_with_the_eager_one() -> None:
+    compute = build("eager", backend="compiled", compiled={"buckets": {"rows": [2], "tokens": [3]}})
+    stats = stats_after(compute, calls=2)
+    assert stats["shadow/calls"] == 2 and stats["shadow/errors"] == 0
+    assert stats["shadow/advantages/max_abs"] <= 1e-6

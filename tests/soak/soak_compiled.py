@@ -1,0 +1,104 @@
+"""A soak of the compiled backend: random shapes, compositions and per-call values over six buckets, for a long time.
+
+    make soak
+    python -m tests.soak.soak_compiled [calls, 2000] [seed, 0]
+
+Every call must give what the plain loops give; there may be no more compiles than buckets times programs; and memory
+may not grow. Ends with one line of figures, and exit code 1 where something is wrong.
+"""
+
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+
+import compiled_adv
+from compiled_adv.memory import LEAST_BYTES, POOL
+from tests.compiled.shared import GRPO, assert_same, configured, expected, run
+from tests.random_cases import EPS, METAS, Template, fixed_case
+
+LONG = LEAST_BYTES // (4 * 4)  # from here on outputs come from the pool
+BUCKETS = {"rows": [4, 8], "tokens": [16, 128, LONG]}
+NORM = {"adv_norm": {"mean_level": "batch", "std_level": "batch", "eps": EPS}}
+
+# name -> (configuration and optional keys, its shaping modes: each is a program of its own)
+PROGRAMS = {
+    "group scores": (GRPO, ["additive"]),
+    "critic and KL": (
+        Template(NORM | {"discount": 0.99, "gae_lambda": 0.9}, frozenset({"values", "ref_logp", "is_truncated"})),
+        ["additive"],
+    ),
+    "turns": (
+        Template(
+            NORM | {"gae_timestep_unit": "turn", "discount": 0.5},
+            frozenset({"values", "ref_logp", "is_truncated", "turn_ids", "token_rewards"}),
+        ),
+        ["additive", "gvpo"],
+    ),
+}
+
+MOST_GROWTH = 48 << 20
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def drawn_shape(rng: random.Random) -> tuple[int, int]:
+    """One call in a hundred is long: the plain loops take seconds for it."""
+    longest = LONG if rng.random() < 0.01 else rng.choice([16, 128])
+    shortest = {16: 1, 128: 17, LONG: LONG - 100}[longest]
+    return rng.randint(1, 8), rng.randint(shortest, longest)
+
+
+def drawn_call(rng: random.Random, modes: list[str]) -> dict[str, Any]:
+    return {
+        "advantage_shaping_mode": rng.choice(modes),
+        "gvpo_negative_scale": rng.uniform(0, 2),
+        "gvpo_zero_penalty": rng.uniform(0, 2),
+        "gvpo_zero_eps": rng.choice([0.0, 1e-6, 0.1]),
+    }
+
+
+def main(calls: int = 2000, seed: int = 0) -> int:
+    torch.set_num_threads(1)
+    rng, start = random.Random(seed), time.time()
+    instances = {
+        name: compiled_adv.build(configured(template.actor, buckets=BUCKETS))
+        for name, (template, _) in PROGRAMS.items()
+    }
+    at_first = 0
+    for i in range(calls):
+        name = rng.choice(list(PROGRAMS))
+        template, modes = PROGRAMS[name]
+        rows, tokens = drawn_shape(rng)
+        case, call = fixed_case(template, rng, rows, tokens, rng.choice(METAS)), drawn_call(rng, modes)
+        (got, got_warnings), (want, want_warnings) = run(instances[name], case, **call), expected(case, **call)
+        try:
+            assert_same(got, want, 1e-5)
+            assert got_warnings == want_warnings
+        except AssertionError as error:
+            print(f"call {i}, {name}, {rows}x{tokens}, {call}: {error}")
+            return 1
+        if i == calls // 2:
+            at_first = resident()
+        if i % 100 == 99:
+            print(
+                f"{i + 1} calls, {resident() >> 20} MiB, {POOL.held_bytes() >> 20} MiB of them in the pool", flush=True
+            )
+    grown = resident() - at_first
+    infos = [compute.cache.info() for compute in instances.values()]
+    compiles, most = sum(info.compiles for info in infos), 6 * sum(len(modes) for _, modes in PROGRAMS.values())
+    print(
+        f"{calls} calls in {time.time() - start:.0f} s, seed {seed}: results equal to reference; "
+        f"{compiles} compiles, {most} allowed; second half grew by {grown / (1 << 20):.1f} MiB"
+    )
+    return int(compiles > most or grown > MOST_GROWTH)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
