@@ -170,6 +170,10 @@ class OutputFailed(FileError):
     """An output file could not be written whole."""
 
 
+class ExtraMissing(FileError):
+    """A library that an optional part needs is not installed."""
+
+
 # ---- the graph of stages ----
 
 

@@ -6,12 +6,9 @@ batches of their own. Nothing but plain tensors is unpickled, and no header can 
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
-import os
 import pickle
-import secrets
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,9 +19,9 @@ from torch import Tensor
 
 from compiled_adv.batch import RolloutGroup, check_tensor, concat_batch
 from compiled_adv.errors import BatchError, OutputExists, OutputFailed, RolloutFile
+from compiled_adv.files import UNFINISHED, write_whole
 
 SUFFIXES = (".safetensors", ".pt")
-UNFINISHED = ".tmp"  # how the names of files end that are being written
 EMBEDDED = Path(__file__).parent / "data"
 
 
@@ -164,31 +161,7 @@ def _is_result(path: Path) -> bool:
 
 def write_group(path: Path, group: Mapping[str, Any]) -> None:
     """The group's tensors in the form that `read_group` takes; a reader sees the whole file or none of it."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
-    try:
-        content = _encode(path.suffix, group)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _keep_names(path.parent)
-    except OSError as error:
-        raise OutputFailed(f"{path} cannot be written", found=error) from error
-    finally:
-        with contextlib.suppress(OSError):  # gone after a success
-            temporary.unlink()
-
-
-def _keep_names(folder: Path) -> None:
-    """What was renamed in a folder stays so, whatever happens to the machine."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    write_whole(path, _encode(path.suffix, group))
 
 
 def _encode(suffix: str, group: Mapping[str, Any]) -> bytes:
