@@ -1,6 +1,7 @@
 # make demo   set up .venv and compute advantages of the embedded real rollouts
 # make test   set up .venv and run the tests
 # make test-long  the tests that compile many programs
+# make test-browser  written pages in a headless Chromium, which it installs if it may (Debian, as root)
 # make lint   set up .venv, then ruff and mypy
 # make fuzz   whatever may arrive from outside, for MINUTES=30; FUZZ_BACKENDS=eager,compiled takes the compiler in
 # make soak   2,000 random batches through the compiled backend, against the plain loops (20 minutes)
@@ -19,7 +20,7 @@ BENCH_BIN = $(if $(wildcard $(PEERS)),.venv-peers/bin,$(BIN))
 
 MINUTES ?= 30
 
-.PHONY: demo test test-long lint fuzz soak peers bench
+.PHONY: demo test test-long test-browser lint fuzz soak peers bench
 
 demo: $(STAMP)
 	$(BIN)/compiled-adv run
@@ -33,6 +34,13 @@ lint: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long
+
+test-browser: $(STAMP)
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+		{ [ $$(id -u) = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } || \
+		{ echo "Chromium is needed: apt-get install chromium chromium-driver, as root"; exit 1; }
+	$(BIN)/python -c 'import selenium' 2>/dev/null || $(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pytest -m browser tests/browser
 
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -W ignore -m tests.fuzz $(MINUTES)
