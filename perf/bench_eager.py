@@ -7,11 +7,15 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import pytest
+
 from perf import cases
 from perf.ratios import interleave, ratio
 
 
-def test_eager_against_a_loop_over_token_columns(benchmark: Any) -> None:
+def test_eager_against_a_loop_over_token_columns(benchmark: Any, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--ladder") != "large":
+        pytest.skip("a shape of the large ladder")
     case = cases.Case("token_gae", (512, 8192), "contiguous")
     eager, loop = case.backend("eager"), case.peer("column_loop")  # the answers are compared here
     times = interleave({"eager": eager.run, "loop": loop.run}, seconds=15, rounds=(9, 30))

@@ -1,7 +1,7 @@
 """Whole pipelines: every recipe on every shape and mask, by each backend, beside the streaming floor and the peers.
 
-pytest-benchmark times one contender after the other; figures that compare them come from `python -m perf.ratios`.
-Each answer is compared before it is timed; a case that a contender cannot do is skipped with the reason.
+Each answer is compared before it is timed; a case that a contender cannot do is skipped with the reason. Figures that
+compare contenders come from calls in turns (extra_info), as in `python -m perf.ratios`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,33 @@ from typing import Any
 import pytest
 
 from perf import cases, peers
-
-
-def timed(benchmark: Any, case: cases.Case, contender: cases.Contender) -> None:
-    benchmark.group = str(case)
-    rows, tokens = case.shape
-    benchmark.extra_info.update(recipe=case.recipe, rows=rows, tokens=tokens, mask=case.mask, **contender.facts)
-    benchmark(contender.run)
+from perf.measure import record
 
 
 @pytest.mark.parametrize("contender", [*cases.BACKENDS, "floor", *peers.NAMES])
 def test_pipeline(benchmark: Any, case: cases.Case, contender: str, threads: int) -> None:
+    benchmark.group = str(case)
     try:
+        floor = case.floor(threads=threads)
         if contender == "floor":
-            timed(benchmark, case, case.floor(threads=threads))
+            it = floor
         elif contender in cases.BACKENDS:
-            timed(benchmark, case, case.backend(contender))
+            it = case.backend(contender)
         else:
-            timed(benchmark, case, case.peer(contender))
+            it = case.peer(contender)
     except peers.Unsupported as error:
         pytest.skip(str(error))
+    others = {} if contender in ("compiled", "floor") else {"compiled": case.backend("compiled").run}
+    record(
+        benchmark,
+        it.run,
+        suite="pipeline",
+        contender=contender,
+        floor=None if contender == "floor" else floor.run,
+        others=others,
+        recipe=case.recipe,
+        rows=case.shape[0],
+        tokens=case.shape[1],
+        mask=case.mask,
+        **it.facts,
+    )

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
 import compiled_adv
+from perf.measure import record
 from perf.shapes import GROUP, LADDERS, make_batch
 
 TOLERANCE = 1e-4  # of the answers, against 1 + |expected|
@@ -83,5 +83,5 @@ def test_plugin(benchmark: Any, name: str, way: str, request: pytest.FixtureRequ
     # the cousin of `centred` shapes without the mean
     assert off <= TOLERANCE or (name, way) == ("centred", "cousin"), off
     benchmark.group = f"{name} {rows}x{tokens}"
-    benchmark.extra_info.update(rows=rows, tokens=tokens, difference=off, threads=torch.get_num_threads())
-    benchmark(lambda: compute(batch, meta))
+    facts = {"recipe": name, "rows": rows, "tokens": tokens, "difference": off}
+    record(benchmark, lambda: compute(batch, meta), suite="plugin", contender=way, **facts)

@@ -55,17 +55,10 @@ class Case:
         return f"{self.recipe} {self.shape[0]}x{self.shape[1]} {self.mask}"
 
     def backend(self, name: str) -> Contender:
-        recipe, batch, meta, ours = _prepared(self)
-        run = _backend(recipe, name, batch, meta)
-        outputs = channels(batch, ours)[1]
-        computed = tuple(k for k, x in ours.items() if any(x is y for y in outputs))
-        return Contender(run, difference=peers.check(peers.Peer(run, computed, ""), ours, TOLERANCE))
+        return _contender(self, name)
 
     def floor(self, *, fresh: bool = False, threads: int = 1) -> Contender:
-        _, batch, _, ours = _prepared(self)
-        floor = Floor(batch, ours, fresh=fresh, threads=threads)
-        note = f"{floor.way}, {'fresh' if fresh else 'reused'} outputs"
-        return Contender(floor, note, bytes_moved=floor.moved)
+        return _floor(self, fresh, threads)
 
     def peer(self, name: str) -> Contender:
         recipe, batch, _, ours = _prepared(self)
@@ -80,6 +73,23 @@ def _prepared(case: Case) -> tuple[Recipe, dict[str, Tensor], dict[str, Any], di
     recipe = RECIPES[case.recipe]
     batch, meta = recipe.batch(*case.shape, case.mask)
     return recipe, batch, meta, _backend(recipe, "eager", batch, meta)()
+
+
+@lru_cache(maxsize=3)
+def _contender(case: Case, name: str) -> Contender:
+    recipe, batch, meta, ours = _prepared(case)
+    run = _backend(recipe, name, batch, meta)
+    outputs = channels(batch, ours)[1]
+    computed = tuple(k for k, x in ours.items() if any(x is y for y in outputs))
+    return Contender(run, difference=peers.check(peers.Peer(run, computed, ""), ours, TOLERANCE))
+
+
+@lru_cache(maxsize=1)
+def _floor(case: Case, fresh: bool, threads: int) -> Contender:
+    _, batch, _, ours = _prepared(case)
+    floor = Floor(batch, ours, fresh=fresh, threads=threads)
+    note = f"{floor.way}, {'fresh' if fresh else 'reused'} outputs"
+    return Contender(floor, note, bytes_moved=floor.moved)
 
 
 def _backend(recipe: Recipe, name: str, batch: Mapping[str, Tensor], meta: Any) -> Callable[[], dict[str, Tensor]]:

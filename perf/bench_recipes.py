@@ -1,0 +1,52 @@
+"""Every recipe in configs/, on the ladder's largest shape, with every optional channel and 8 turns, by each backend."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+import compiled_adv
+from compiled_adv.config_file import recipes
+from compiled_adv.errors import AdvantageWarning, CompiledAdvError
+from perf import cases, peers
+from perf.floor import Floor, channels
+from perf.measure import record
+from perf.shapes import LADDERS, make_batch
+
+
+@pytest.mark.parametrize("backend", cases.BACKENDS)
+@pytest.mark.parametrize("name", recipes())
+def test_recipe(benchmark: Any, name: str, backend: str, threads: int, request: pytest.FixtureRequest) -> None:
+    rows, tokens = LADDERS[request.config.getoption("--ladder")][-1]
+    batch, meta = make_batch(rows, tokens, turns=8)
+    eager, chosen = (compiled_adv.build(_with(name, each)) for each in ("eager", backend))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AdvantageWarning)
+        try:
+            expected = eager(batch, meta)
+        except CompiledAdvError as error:  # it asks for what these batches do not carry
+            pytest.skip(str(error))
+        chosen(batch, meta)
+    outputs = channels(batch, expected)[1]
+    computed = tuple(key for key, x in expected.items() if any(x is y for y in outputs))
+    run = lambda: chosen(batch, meta)  # noqa: E731
+    off = peers.check(peers.Peer(run, computed, ""), expected, cases.TOLERANCE)
+    benchmark.group = f"{name} {rows}x{tokens}"
+    record(
+        benchmark,
+        run,
+        suite="recipe",
+        contender=backend,
+        floor=Floor(batch, expected, threads=threads),
+        recipe=name,
+        rows=rows,
+        tokens=tokens,
+        difference=off,
+    )
+
+
+def _with(name: str, backend: str) -> compiled_adv.Spec:
+    spec = compiled_adv.load_config(name)
+    return spec.model_copy(update={"advantage": spec.advantage.model_copy(update={"backend": backend})})
