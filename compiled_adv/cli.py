@@ -19,13 +19,15 @@ except ModuleNotFoundError:
     raise SystemExit(2) from None
 
 import compiled_adv
+from compiled_adv import config_file
 from compiled_adv.channel import OPTIONAL
 from compiled_adv.errors import AdvantageWarning, CompiledAdvError, FileError, UnknownName, suggest
 from compiled_adv.rollouts import EMBEDDED, find_rollouts, plan_results, read_groups, write_group
 from compiled_adv.spec import Spec
 from compiled_adv.summary import result_table, summarise
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+RECIPES = f"Recipes, for --config: {', '.join(config_file.recipes())}"
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=RECIPES)
 
 Backend = Literal["reference", "eager", "compiled"]
 ConfigOption = Annotated[str, typer.Option("--config", help="A YAML or JSON file, or the name of a shipped recipe.")]

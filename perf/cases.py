@@ -94,7 +94,8 @@ def _floor(case: Case, fresh: bool, threads: int) -> Contender:
 
 def _backend(recipe: Recipe, name: str, batch: Mapping[str, Tensor], meta: Any) -> Callable[[], dict[str, Tensor]]:
     try:
-        compute = compiled_adv.build({"actor": {**recipe.actor, "advantage": {"backend": name}}})
+        advantage = {**recipe.actor.get("advantage", {}), "backend": name}
+        compute = compiled_adv.build({"actor": {**recipe.actor, "advantage": advantage}})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AdvantageWarning)  # of the batch, once per instance
             compute(batch, meta, **recipe.per_call)

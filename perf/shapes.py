@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_adv import config_file
+
 GROUP = 8  # rows of one prompt
 
 LADDERS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -54,7 +56,7 @@ RECIPES: dict[str, Recipe] = {
     "turn_gae_gvpo": Recipe(
         {**_PPO, "gae_timestep_unit": "turn"}, ("ref_logp", "values", "token_rewards"), turns=8, per_call=_GVPO
     ),
-    "grpo": Recipe({"kl_ctl": 0.0, "reward_norm": _GROUP_NORM}, ()),
+    "grpo": Recipe(config_file.read(config_file.find("grpo"))[0]["actor"], ()),
 }
 
 

@@ -16,6 +16,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("config_file", "batch", "channel", "stage", "cache", "advantage_algorithms"),
     ("spec", "advantage"),  # parse, and the contracts
     ("gae", "plugins"),
+    ("recipes",),
     ("resolve",),
     ("stages",),
     ("pipeline",),  # wire

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 import compiled_adv
+from compiled_adv import config_file
 from compiled_adv.channel import OUTPUTS
 from compiled_adv.rollouts import read_groups
 from tests.cli.conftest import prompt
@@ -225,3 +226,17 @@ def test_explain_json_is_what_the_api_describes(shell: Shell) -> None:
 
 def test_explain_of_a_bad_config_is_one_message(shell: Shell, tmp_path: Path) -> None:
     fails(shell("explain", "--config", config(tmp_path, kl_estimator="k9")), "k9", "k1")
+
+
+# ---- recipes by name ----
+
+
+def test_help_lists_the_recipes(shell: Shell) -> None:
+    listed = shell("--help").stdout
+    assert all(name in listed for name in config_file.recipes())
+
+
+def test_a_recipe_is_run_by_its_name(shell: Shell, rollouts: Path) -> None:
+    (batch,) = facts(shell("run", "--config", "rloo", "--rollouts", rollouts, "--json"))["batches"]
+    # 1 where the only other row has 0: outcomes less the others' mean, to which the critic adds what it takes
+    assert batch["channels"]["returns"]["max"] == pytest.approx(1.0)
