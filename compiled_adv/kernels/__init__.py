@@ -81,11 +81,15 @@ map_rows("discounted_sum")
 
 def native(device: torch.device) -> dict[Any, Any]:
     """The operators of a device by the plain ones that they stand for. On a CPU the first call builds them."""
-    if device.type != "cpu":
-        return {}
-    from compiled_adv.kernels import cpu
+    if device.type == "cpu":
+        from compiled_adv.kernels import cpu
 
-    return cpu.operators()
+        return cpu.operators()
+    if device.type == "cuda":
+        from compiled_adv.kernels import triton
+
+        return triton.operators()
+    return {}
 
 
 def backward_recurrence(
