@@ -19,6 +19,7 @@ from compiled_adv.batch import TrajBatchMeta, as_meta, check_meta, check_tensor,
 from compiled_adv.channel import INPUTS, OPTIONAL
 from compiled_adv.errors import (
     BadMask,
+    BatchError,
     CallError,
     EmptyBatch,
     MissingKey,
@@ -67,6 +68,17 @@ class Admitted:
     channels: dict[str, Tensor]
     # What users' functions gave, by stage: whoever computes this call again does not call them again.
     answers: dict[str, Sequence[Tensor]] = field(default_factory=dict)
+    # Refusals of a batch on a GPU, and the rows they are about, bool [B]: read where its flags are, not here.
+    late: list[tuple[BatchError, Tensor]] = field(default_factory=list)
+
+    def raise_late(self, found: Tensor | None = None) -> None:
+        """The first refusal that holds for a row. `found`: all their rows on the host [late, B], if they are there."""
+        late, self.late[:] = list(self.late), []
+        if late:
+            found = torch.stack([rows for _, rows in late]).cpu() if found is None else found
+            for (error, _), rows_B in zip(late, found, strict=True):
+                if rows := rows_B.nonzero().flatten().tolist():
+                    raise type(error)(error.what, at=error.at, found=f"rows {rows[:8]}", hint=error.hint)
 
     @property
     def inputs(self) -> AdvantageInputs:
@@ -134,21 +146,22 @@ def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> 
 
     _reads_tensor(batch, "input_ids", (rows, tokens), mask.device)
     attention = _reads_tensor(batch, "attention_mask", (rows, tokens), mask.device)
-    channels = {"attention_words": _words(_mask("attention_mask", attention))}
+    late: list[tuple[BatchError, Tensor]] = []
+    channels = {"attention_words": _words(_mask("attention_mask", attention, late), late)}
     given = [key for key, value in batch.items() if value is not None]
     for key in read_keys(given, spec, resolved):
         shape = (rows,) if INPUTS[key].dims == "B" else (rows, tokens)
-        channels[key] = _channel(key, _reads_tensor(batch, key, shape, mask.device))
+        channels[key] = _channel(key, _reads_tensor(batch, key, shape, mask.device), late)
     if "is_truncated" not in channels:
         channels["is_truncated"] = torch.zeros(rows, device=mask.device)
 
     meta = as_meta(meta)
     grouped = by_group(spec.adv_norm) or by_group(spec.reward_norm)
     check_meta(meta, rows, sizes_matter=grouped)
-    channels |= _membership(meta, rows, tokens, batch.get("is_truncated") is not None, mask.device)
+    channels |= _membership(meta, rows, tokens, batch.get("is_truncated") is not None)
     # A bad one was refused where it is read.
-    channels["gvpo"] = _numbers(tuple(float(x) if _is_size(x) else 0.0 for x in call.gvpo), mask.device)
-    return Admitted(batch, meta, call, spec.config, rows, tokens, mask.device, channels)
+    channels["gvpo"] = _numbers(tuple(float(x) if _is_size(x) else 0.0 for x in call.gvpo))
+    return Admitted(batch, meta, call, spec.config, rows, tokens, mask.device, channels, late=late)
 
 
 def _check_needed(batch: Mapping[str, Any], spec: Spec) -> None:
@@ -204,7 +217,7 @@ def _reads_tensor(batch: Mapping[str, Any], key: str, shape: tuple[int, ...], de
     return x
 
 
-def _channel(key: str, x: Tensor) -> Tensor:
+def _channel(key: str, x: Tensor, late: list[tuple[BatchError, Tensor]]) -> Tensor:
     """x in the dtype that Programs read; a mask of any dtype counts what is not zero."""
     if x.is_complex() or (key == "turn_ids" and (x.is_floating_point() or x.dtype == torch.bool)):
         wanted = "integers" if key == "turn_ids" else "real numbers"
@@ -214,7 +227,7 @@ def _channel(key: str, x: Tensor) -> Tensor:
     if key == "loss_mask" and x.dtype in (torch.int32, torch.int64):
         return x.detach()  # as fast as float32, and a copy less
     if key in MASKS:
-        x = _mask(key, x)
+        x = _mask(key, x, late)
     return x.detach().to(INPUTS[key].dtype)
 
 
@@ -223,25 +236,32 @@ def mask_as(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask if mask.dtype == dtype else (mask != 0).to(dtype)
 
 
-def _mask(key: str, x: Tensor) -> Tensor:
+def _mask(key: str, x: Tensor, late: list[tuple[BatchError, Tensor]]) -> Tensor:
     """x, if it is real and finite: what is not zero is set. A float mask other than float32 could lose that: bool."""
     if x.is_complex():
         raise WrongDtype(f"'{key}' must hold real numbers", at=f"batch['{key}']", found=x.dtype)
     x = x.detach()
     if not x.is_floating_point():
         return x
-    if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():  # a sum is cheap, and not finite if x is not
+    if x.device.type != "cpu":
+        error = BadMask(f"'{key}' holds a non-finite number", at=f"batch['{key}']")
+        late.append((error, (~torch.isfinite(x)).reshape(len(x), -1).any(1)))
+    elif not torch.isfinite(x.sum()) and not torch.isfinite(x).all():  # a sum is cheap, and not finite if x is not
         rows = (~torch.isfinite(x)).reshape(len(x), -1).any(1).nonzero().flatten().tolist()
         raise BadMask(f"'{key}' holds a non-finite number", at=f"batch['{key}']", found=f"rows {rows[:8]}")
     return x if x.dtype == torch.float32 else x != 0
 
 
-def _words(mask_BT: Tensor) -> Tensor:
+def _words(mask_BT: Tensor, late: list[tuple[BatchError, Tensor]]) -> Tensor:
     """A mask as int32 words of four tokens, a byte 0 or 1 for each."""
     bool_BT = mask_BT if mask_BT.dtype == torch.bool else mask_BT != 0
-    if bool_BT is not mask_BT and not torch.equal(bool_BT.to(mask_BT.dtype), mask_BT):
-        what = "attention_mask must hold 0 and 1 only"
-        raise BadMask(what, at="batch['attention_mask']", hint="one sequence to a row; packed rows split")
+    if bool_BT is not mask_BT:
+        what, hint = "attention_mask must hold 0 and 1 only", "one sequence to a row; packed rows split"
+        error = BadMask(what, at="batch['attention_mask']", hint=hint)
+        if mask_BT.device.type != "cpu":
+            late.append((error, (bool_BT.to(mask_BT.dtype) != mask_BT).any(1)))
+        elif not torch.equal(bool_BT.to(mask_BT.dtype), mask_BT):
+            raise error
     if mask_BT.shape[1] % 4:
         bool_BT = torch.nn.functional.pad(bool_BT, (0, -mask_BT.shape[1] % 4))
     # flat, since a dimension of size 1 may keep any stride and still count as contiguous
@@ -250,9 +270,7 @@ def _words(mask_BT: Tensor) -> Tensor:
     return (flat if aligned else flat.clone()).view(torch.int32).view(len(mask_BT), -1)
 
 
-def _membership(
-    meta: TrajBatchMeta | None, rows: int, tokens: int, truncation_given: bool, device: torch.device
-) -> dict[str, Tensor]:
+def _membership(meta: TrajBatchMeta | None, rows: int, tokens: int, truncation_given: bool) -> dict[str, Tensor]:
     """Who belongs to which logical rollout and prompt, as index tensors; a row is its own rollout without metadata."""
     sizes: tuple[int, ...] = ()
     rollouts: tuple[tuple[tuple[int, ...], tuple[float | None, ...]] | None, ...] | None = None
@@ -260,7 +278,7 @@ def _membership(
         sizes = tuple(int(size) for size in meta.traj_group_sizes) if covers(meta.traj_group_sizes, rows) else ()
         if meta.rollout_groups is not None:
             rollouts = tuple(g and (tuple(g.row_counts), tuple(g.rewards)) for g in meta.rollout_groups)  # type: ignore[misc]
-    return _index(rows, tokens, truncation_given, sizes, rollouts, device)
+    return _index(rows, tokens, truncation_given, sizes, rollouts)
 
 
 @lru_cache(maxsize=256)
@@ -270,7 +288,6 @@ def _index(
     truncation_given: bool,
     sizes: tuple[int, ...],
     rollouts: tuple[Any, ...] | None,
-    device: torch.device,
 ) -> dict[str, Tensor]:
     """The tensors of one composition, made once: only Programs read them, and none is written to."""
     group_of_row = [i for i, size in enumerate(sizes) for _ in range(size)] or [-1] * rows
@@ -291,21 +308,17 @@ def _index(
     facts = (rows, tokens, members, truncation_given, bool(sizes), rollouts is not None)
     fill = rows - members
     return {
-        "group_of_row": _small(group_of_row, torch.int64, device),
-        "member_of_row": _small(member_of_row, torch.int64, device),
-        "first_row": _small(first_row + [0] * fill, torch.int64, device),
-        "references": _small(references + [math.nan] * fill, torch.float32, device),
-        "facts": _small(facts, torch.int32, device),
+        "group_of_row": torch.tensor(group_of_row),
+        "member_of_row": torch.tensor(member_of_row),
+        "first_row": torch.tensor(first_row + [0] * fill),
+        "references": torch.tensor(references + [math.nan] * fill, dtype=torch.float32),
+        "facts": torch.tensor(facts, dtype=torch.int32),
     }
 
 
 @lru_cache(maxsize=256)
-def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return _small(values, torch.float32, device)
-
-
-def _small(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype).to(device)
+def _numbers(values: tuple[float, ...]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _is_size(value: Any) -> bool:

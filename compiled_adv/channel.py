@@ -52,6 +52,9 @@ INPUTS: dict[str, Channel] = {
     )
 }
 
+# Channels that admit.py makes of Python objects: on the host, wherever the batch is.
+HOST = ("member_of_row", "first_row", "references", "group_of_row", "facts", "gvpo")
+
 # Keys of a batch that a Program may leave out; all other inputs always enter.
 OPTIONAL = ("prox_logp", "ref_logp", "values", "token_rewards", "turn_ids")
 

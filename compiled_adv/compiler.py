@@ -1,6 +1,6 @@
 """Takes a config; gives the callable that turns rollouts into advantages. The composition root.
 
-    config --parse--> Spec --wire--> Pipeline --lower--> Program --> Executable --run--> outputs
+config --parse--> Spec --wire--> Pipeline --lower--> Program --> Executable --run--> outputs
 """
 
 import os
@@ -22,12 +22,14 @@ from compiled_adv.batch import as_meta, concat_batch, split_batch
 from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, boundaries, rungs
 from compiled_adv.cache import Cache
 from compiled_adv.channel import OPTIONAL, OUTPUTS
+from compiled_adv.cudagraph import NotGraphed, is_cuda
 from compiled_adv.errors import (
     BuildFailed,
     CompileFailed,
     CompilerMissing,
     Forked,
     InvalidValue,
+    NotCapturable,
     NotWarm,
     ResultsDiffer,
 )
@@ -98,6 +100,7 @@ class Compute:
         with _plain_torch(batch):
             admitted = admit(batch, meta, call, self.spec, self._resolved)
             computed, flags = self._run_override(admitted) if self._resolved.compute else self._run(admitted)
+            admitted.raise_late()
             raise_errors(flags)
             self.last_warnings = warn(flags, self._warned)
             self._stats.count(time.perf_counter() - start, self.last_warnings)
@@ -268,7 +271,7 @@ class Compute:
             try:
                 rollout = {} if kind.rollout is None else kind.rollout.blank(bucket.rows, bucket.tokens, device)
                 example = example_channels(program.inputs, bucket, device, self._masks(torch.int64), rollout)
-                return CompiledExecutable(program, bucket, example, settings.cache_dir)
+                return self._graphed(CompiledExecutable(program, bucket, example, settings.cache_dir), example, device)
             except (CompileFailed, BuildFailed, CompilerMissing) as error:
                 if isinstance(error, CompileFailed) and self._move_out(kind, f"{error.what}: {error.found}"):
                     return None if kind.whole else make()
@@ -280,6 +283,23 @@ class Compute:
                 return None
 
         return self.cache.get((kind, bucket, device), make)
+
+    def _graphed(
+        self, executable: CompiledExecutable, example: Mapping[str, Tensor], device: torch.device
+    ) -> CompiledExecutable:
+        """The same, replaying CUDA graphs where the configuration wants them and they can be captured."""
+        settings = self.spec.advantage.compiled
+        if settings.cuda_graphs == "on" or (settings.cuda_graphs == "auto" and is_cuda(device)):
+            try:
+                executable.capture(example, views=settings.graph_outputs == "view")
+            except NotGraphed as error:
+                if settings.cuda_graphs == "on":
+                    at, hint = self.spec.at("actor.advantage.compiled.cuda_graphs"), "cuda_graphs: auto"
+                    raise NotCapturable("no CUDA graph can be captured", at=at, found=error, hint=hint) from error
+                if NotGraphed.__name__ not in self._warned:
+                    self._warned.add(NotGraphed.__name__)
+                    warnings.warn(f"running without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
+        return executable
 
     def _masks(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which this instance's Programs read loss masks: that of the first one."""

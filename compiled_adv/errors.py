@@ -216,6 +216,10 @@ class CompilerMissing(CompiledAdvError):
     """No C++ compiler on this machine."""
 
 
+class NotCapturable(CompiledAdvError):
+    """CUDA graphs are asked for where none can be captured."""
+
+
 class BuildFailed(CompiledAdvError):
     """The C++ compiler refused the operator."""
 

@@ -15,6 +15,7 @@ from compiled_adv import kernels
 from compiled_adv.admit import Admitted
 from compiled_adv.bucket import Bucket, crop, pad_channel
 from compiled_adv.channel import FACTS, INPUTS, base
+from compiled_adv.cudagraph import Graph, NotGraphed, device_of
 from compiled_adv.errors import CompileFailed
 from compiled_adv.inductor import Compiled, compile_graph, graph_error
 from compiled_adv.memory import POOL
@@ -42,7 +43,7 @@ class EagerExecutable:
 
         With the flag `invalid` there is no output: a check failed, and the Program as wired says which.
         """
-        steps = [_eager_step(segment) for segment in self.program.segments]
+        steps: list[Step | Graph | None] = [_eager_step(segment) for segment in self.program.segments]
         env, flags = _run(self.program, steps, admitted, None)
         return {} if "invalid" in flags else {name: env[version] for name, version in self.program.outputs}, flags
 
@@ -54,7 +55,7 @@ class CompiledExecutable:
         """`example`: input channels at the bucket's shape. Compiles every segment."""
         self.program, self.bucket = program, bucket
         env = dict(example)
-        self._steps: list[Step | None] = []
+        self._steps: list[Step | Graph | None] = []
         for segment in program.segments:
             if isinstance(segment.module, Node):
                 self._steps.append(None)
@@ -65,25 +66,57 @@ class CompiledExecutable:
             self._steps.append(_compiled_step(compiled))
             env.update(zip(segment.outputs, compiled(*inputs), strict=False))
 
+    def capture(self, example: Mapping[str, Tensor], *, views: bool = False) -> None:
+        """From now on replay every segment as a CUDA graph; NotGraphed, and nothing has changed, if one cannot be.
+
+        `views`: outputs are lent until the next call.
+        """
+        device, env = device_of(next(iter(example.values())).device), dict(example)
+        graphs: list[Step | Graph | None] = []
+        for segment, step in zip(self.program.segments, self._steps, strict=True):
+            if step is None or isinstance(step, Graph):
+                graphs.append(step)
+                env.update({v: _blank(v, self.bucket, example) for v in segment.outputs})
+                continue
+            if _watched(segment):
+                raise NotGraphed("a user's function inside is compiled anew when what it reads changes")
+            inputs = [env[version] for version in segment.inputs]
+            graphs.append(Graph(step, segment.inputs, inputs, self.bucket, device, views=views))
+            env.update(zip(segment.outputs, step(inputs), strict=False))  # type: ignore[arg-type]
+        self._steps = graphs
+
+    @property
+    def graphed(self) -> bool:
+        """Whether calls replay CUDA graphs."""
+        return any(isinstance(step, Graph) for step in self._steps)
+
     def run(self, admitted: Admitted) -> tuple[dict[str, Tensor], Flags]:
         """As EagerExecutable.run. No output shares memory with a later call's."""
         env, flags = _run(self.program, self._steps, admitted, self.bucket)
         if "invalid" in flags:
             return {}, flags
         outputs = {name: env[version] for name, version in self.program.outputs}
+        if self.graphed:
+            return {name: self._own(x, admitted) for name, x in outputs.items()}, flags
         if (self.bucket.rows, self.bucket.tokens) != (admitted.rows, admitted.tokens):
-            outputs = {
-                name: copy(crop(x, admitted.rows, admitted.tokens, self.bucket)) for name, x in outputs.items()
-            }
+            outputs = {name: copy(crop(x, admitted.rows, admitted.tokens, self.bucket)) for name, x in outputs.items()}
         return outputs, flags
+
+    def _own(self, x: Tensor, admitted: Admitted) -> Tensor:
+        """The caller's part of what a graph gave: it has been cropped and copied unless a later segment read it too."""
+        part = crop(x, admitted.rows, admitted.tokens, self.bucket)
+        return x if part.shape == x.shape else copy(part)
 
 
 def _run(
-    program: Program, steps: Sequence[Step | None], admitted: Admitted, bucket: Bucket | None
+    program: Program, steps: Sequence[Step | Graph | None], admitted: Admitted, bucket: Bucket | None
 ) -> tuple[dict[str, Tensor], Flags]:
-    """Every segment in turn; what no later one needs is dropped at once."""
+    """Every segment in turn; what no later one needs is dropped at once. Graphs take channels as they came."""
     env = {name: admitted.channels[name] for name in program.inputs}
-    if bucket is not None:
+    graphed = any(isinstance(step, Graph) for step in steps)
+    if admitted.device.type != "cpu" and not graphed:
+        env = {name: x.to(admitted.device) for name, x in env.items()}
+    if bucket is not None and not graphed:
         fits = (bucket.rows, bucket.tokens) == (admitted.rows, admitted.tokens)
         env = {name: x.contiguous() if fits else pad_channel(name, x, bucket) for name, x in env.items()}
     flags: Flags = {}
@@ -93,8 +126,14 @@ def _run(
         if step is None:
             env.update(zip(segment.outputs, _call_plugin(segment, admitted, env, bucket), strict=True))
         else:
-            *results, raised = step([env[v] for v in segment.inputs])
-            flags = merge(flags, _raised(segment, raised, admitted.rows))
+            inputs = [env[v] for v in segment.inputs]
+            if isinstance(step, Graph):
+                size = (admitted.rows, admitted.tokens)
+                sizes = [None if last_use.get(v, -1) > i else size for v in segment.outputs]
+                *results, raised = step(inputs, [*sizes, None])
+            else:
+                *results, raised = step(inputs)
+            flags = merge(flags, _raised(segment, raised, admitted))
             if "invalid" in flags:  # first: an error with a name of its own may be but a part of what is wrong
                 return {}, flags
             if segment.closes:
@@ -137,11 +176,16 @@ def _compiled_step(compiled: Compiled) -> Step:
     return lambda inputs: compiled(*inputs)
 
 
+def _watched(segment: Segment) -> bool:
+    """Whether a user's function runs inside."""
+    assert isinstance(segment.module, fx.GraphModule)
+    return any(isinstance(m, StageModule) and isinstance(m.stage, Traced) for m in segment.module.children())
+
+
 def _compile(segment: Segment, inputs: Sequence[Tensor], cache_dir: str | None) -> Compiled:
     assert isinstance(segment.module, fx.GraphModule)
     operators = kernels.native(inputs[0].device)
-    inside = any(isinstance(m, StageModule) and isinstance(m.stage, Traced) for m in segment.module.children())
-    watch = Traced.STATE if inside else ()
+    watch = Traced.STATE if _watched(segment) else ()
     try:
         return compile_graph(segment.module, inputs, replace=operators, cache_dir=cache_dir, watch=watch)
     except Exception as error:
@@ -190,7 +234,7 @@ def _call_plugin(
         version = by_channel[name]
         if version is None or bucket is None:
             return None if version is None else env[version]
-        return crop(env[version], admitted.rows, admitted.tokens, bucket)
+        return crop(env[version], admitted.rows, admitted.tokens, bucket).to(admitted.device)
 
     if node.name not in admitted.answers:
         admitted.answers[node.name] = node.stage.call(admitted, channel)  # type: ignore[attr-defined]
@@ -200,9 +244,16 @@ def _call_plugin(
     return [pad_channel(version, x, bucket) for version, x in zip(segment.outputs, results, strict=True)]
 
 
-def _raised(segment: Segment, raised: Tensor | None, rows: int) -> Flags:
-    """Rows of each flag that a segment raised; one look at the host where none is."""
-    if raised is None or not bool(raised[:, :rows].any()):
+def _raised(segment: Segment, raised: Tensor | None, admitted: Admitted) -> Flags:
+    """Rows of each flag that a segment raised, in one copy to the host with what is left to check of the batch."""
+    rows = admitted.rows
+    if raised is None:
+        return {}
+    if raised.device.type != "cpu":
+        late = [bad_B for _, bad_B in admitted.late]
+        raised = torch.cat([raised[:, :rows], *(bad_B[None] for bad_B in late)]).cpu()
+        admitted.raise_late(raised[len(raised) - len(late) :])
+    if not bool(raised[:, :rows].any()):
         return {}
     found: Flags = {}
     for i in raised[:, :rows].any(1).nonzero().flatten().tolist():

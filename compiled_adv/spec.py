@@ -117,6 +117,11 @@ def _passes(value: Any) -> Any:
     return None if value == "default" else value
 
 
+def _yaml_word(value: Any) -> Any:
+    """YAML reads the words on and off as true and false."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
 class Compiled(_Model):
     """Settings of the compiled backend: the block `actor.advantage.compiled`."""
 
@@ -132,6 +137,8 @@ class Compiled(_Model):
     on_compile_error: Literal["raise", "eager"] = "raise"
     on_missing: Literal["error", "eager"] = "error"
     plugins: Literal["auto", "require", "never"] = "auto"
+    cuda_graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_word)] = "auto"
+    graph_outputs: Literal["copy", "view"] = "copy"
     cache_dir: str | None = None
 
 
