@@ -186,6 +186,25 @@ def doctor(
 
 
 @app.command()
+def dashboard(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULTS.json...", help="What make bench wrote.")],
+    out: Annotated[Path, typer.Option(help="The folder for index.html.")],
+    fail_on_regression: Annotated[
+        Path | None, typer.Option(metavar="BASELINE.json", help="Exit with 1 and a list if something became slower.")
+    ] = None,
+) -> None:
+    """Write one page of charts: times against the floor and the peers, what passes are worth, history."""
+    from compiled_adv.dashboard import write_dashboard
+
+    with _one_message():
+        page, slower = write_dashboard(results, out, fail_on_regression)
+    typer.echo(f"wrote {page}")
+    for line in slower:
+        typer.echo(f"regression: {line}")
+    raise typer.Exit(1 if slower else 0)
+
+
+@app.command()
 def conformance(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of golden files.")],
     backend: BackendOption = None,

@@ -174,6 +174,22 @@ class ExtraMissing(FileError):
     """A library that an optional part needs is not installed."""
 
 
+class ResultsFile(FileError):
+    """Benchmark results that are empty, cut short or not of the documented form."""
+
+
+class MachinesDiffer(FileError):
+    """Benchmark results of two machines, which cannot be compared."""
+
+
+class BenchmarkMissing(FileError):
+    """A benchmark that only one side of a comparison has."""
+
+
+class LengthsFile(FileError):
+    """Lengths that are no lengths: no list, empty, or a length below 1."""
+
+
 # ---- the graph of stages ----
 
 

@@ -66,6 +66,4 @@ def test_miss(benchmark: Any, shape: tuple[int, int]) -> None:
     info = compute.cache.info()
     assert info.misses == 2
     benchmark.group = f"bucket {rows}x{tokens}"
-    benchmark.extra_info.update(
-        suite="bucket", contender="miss", recipe="token_gae", rows=rows, tokens=tokens, padding=0.0
-    )
+    benchmark.extra_info.update(suite="bucket", contender="miss", recipe="token_gae", rows=rows, tokens=tokens)

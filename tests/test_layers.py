@@ -30,7 +30,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("show", "summary", "stats", "shadow", "rollouts"),  # show
     ("compiler",),
     ("__init__",),
-    ("conformance", "report", "tune", "doctor", "idle", "integrations"),
+    ("page",),
+    ("conformance", "report", "dashboard", "tune", "doctor", "idle", "integrations"),
     ("cli",),
 )
 RANK = {name: rank for rank, room in enumerate(ROOMS) for name in room}
