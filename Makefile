@@ -6,6 +6,7 @@
 # make fuzz   whatever may arrive from outside, for MINUTES=30; FUZZ_BACKENDS=eager,compiled takes the compiler in
 # make soak   2,000 random batches through the compiled backend, against the plain loops (20 minutes)
 # make peers  set up .venv-peers: areal, verl and torchrl for the benchmarks (2.3 GB, a few minutes)
+# make test-trainers  the tests against the real trainers, in .venv-peers
 # make bench  time the small ladder into perf/results/bench.json, against the peers where .venv-peers is
 SHELL := /bin/bash
 # The first interpreter that is new enough; override with make PYTHON=...
@@ -20,7 +21,7 @@ BENCH_BIN = $(if $(wildcard $(PEERS)),.venv-peers/bin,$(BIN))
 
 MINUTES ?= 30
 
-.PHONY: demo test test-long test-browser lint fuzz soak peers bench
+.PHONY: demo test test-long test-browser test-trainers lint fuzz soak peers bench
 
 demo: $(STAMP)
 	$(BIN)/compiled-adv run
@@ -41,6 +42,9 @@ test-browser: $(STAMP)
 		{ echo "Chromium is needed: apt-get install chromium chromium-driver, as root"; exit 1; }
 	$(BIN)/python -c 'import selenium' 2>/dev/null || $(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
 	$(BIN)/python -m pytest -m browser tests/browser
+
+test-trainers: $(PEERS)
+	.venv-peers/bin/python -m pytest tests/trainers
 
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 nice $(BIN)/python -W ignore -m tests.fuzz $(MINUTES)
