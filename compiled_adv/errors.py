@@ -190,6 +190,13 @@ class LengthsFile(FileError):
     """Lengths that are no lengths: no list, empty, or a length below 1."""
 
 
+# ---- trainers ----
+
+
+class UnsupportedTrainer(CompiledAdvError):
+    """A trainer whose functions are not those that an integration knows; it is left as it was."""
+
+
 # ---- the graph of stages ----
 
 

@@ -1,1 +1,1 @@
-"""Trainers' own hooks, one file per trainer. A trainer is imported only by its file, and only when that file is used."""
+"""Trainers' own hooks, one file per trainer. A trainer is imported only here, and only when its file is used."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+
+# Helpers here are imported by their bare names, in spawned processes too: a peer installs a package `tests` of its own.
+sys.path.insert(0, str(HERE))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
