@@ -7,8 +7,8 @@ the Program, which reports them as flags (status.py).
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
-from types import MappingProxyType
+from functools import lru_cache, partial
+from types import MappingProxyType, NoneType
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ from compiled_adv.spec import Spec
 
 REQUIRED = ("input_ids", "attention_mask", "loss_mask", "rewards", "logprobs")
 MASKS = ("loss_mask", "is_truncated")
+KEYS = (*REQUIRED, *OPTIONAL, "is_truncated")  # all that is ever read here
+META = dict.fromkeys(f.name for f in fields(TrajBatchMeta)).keys()
+MOST_KNOWN = 256
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,103 @@ class Admitted:
         return sum(meta.logical_group_sizes)
 
 
+class Admission:
+    """Admits the batches of one configuration, as `admit` and `admit_call` do.
+
+    What depends on keys, shapes, dtypes, per-call values or metadata alone is looked at once for each that comes.
+    """
+
+    def __init__(self, spec: Spec, resolved: Resolved) -> None:
+        self._spec, self._resolved = spec, resolved
+        self._calls: dict[Any, Call] = {}
+        self._forms: dict[Any, Form] = {}
+        self._metas: dict[Any, dict[str, Tensor]] = {}
+
+    def call(self, values: Mapping[str, Any]) -> Call:
+        """The per-call values."""
+        key = (*values.items(), *map(type, values.values()))
+        try:
+            return self._calls[key]
+        except (KeyError, TypeError):  # one that cannot be a key is refused, or not kept
+            call = admit_call(values, self._spec, self._resolved)
+        if set(map(type, values.values())) <= {str, int, float}:
+            _keep(self._calls, key, call)
+        return call
+
+    def __call__(self, batch: Any, meta: Any, call: Call) -> Admitted:
+        """The batch as channels; every refusal that needs no look at the numbers happens here."""
+        if not isinstance(batch, Mapping):
+            raise WrongType("a batch is a mapping from names to tensors", at="batch", found=type(batch).__name__)
+        key = tuple(map(_look, map(batch.get, KEYS)))
+        form = self._forms.get(key)
+        if form is None:
+            form = form_of(batch, self._spec, self._resolved)
+            _keep(self._forms, key, form)
+        late: list[tuple[BatchError, Tensor]] = []
+        channels = {"attention_words": _words(_mask("attention_mask", batch["attention_mask"], late), late)}
+        for name in form.keys:
+            channels[name] = _channel(name, batch[name], late)
+        if "is_truncated" not in channels:
+            channels["is_truncated"] = torch.zeros(form.rows, device=form.device)
+
+        meta, membership = self._membership(form, meta)
+        channels |= membership
+        # A bad one was refused where it is read.
+        numbers = call.gvpo
+        if not all(type(x) is float and 0 <= x < math.inf for x in numbers):
+            numbers = tuple(float(x) if _is_size(x) else 0.0 for x in numbers)  # type: ignore[assignment]
+        channels["gvpo"] = _numbers(numbers)
+        config = self._spec.config
+        return Admitted(batch, meta, call, config, form.rows, form.tokens, form.device, channels, late=late)
+
+    def _membership(self, form: "Form", meta: Any) -> tuple[TrajBatchMeta | None, dict[str, Tensor]]:
+        plain = _plain_meta(meta)
+        key = None if plain is None else (plain, form.rows, form.tokens, form.truncation_given)
+        if key is not None and key in self._metas:
+            assert plain is not None
+            n_trajs, sizes, seqlens, groups = plain
+            # lists of its own: a user's function may change them
+            own = TrajBatchMeta(n_trajs, [*sizes], [*seqlens], None if groups is None else [None] * groups)
+            return own, self._metas[key]
+        meta = as_meta(meta)
+        grouped = by_group(self._spec.adv_norm) or by_group(self._spec.reward_norm)
+        check_meta(meta, form.rows, sizes_matter=grouped)
+        membership = _membership(meta, form.rows, form.tokens, form.truncation_given)
+        if key is not None:
+            _keep(self._metas, key, membership)
+        return meta, membership
+
+
+def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """What is known, within bounds."""
+    if len(known) >= MOST_KNOWN:
+        known.clear()
+    known[key] = value
+
+
+def _look(x: Any) -> Any:
+    """All that a check of a tensor looks at beside its numbers."""
+    if x is not None and isinstance(x, Tensor) and not x.is_nested:
+        return type(x), x.dtype, x.shape, x.device, x.layout, x.is_quantized
+    return type(x)
+
+
+def _plain_meta(meta: Any) -> tuple[Any, ...] | None:
+    """Metadata as a key: lists of Python's own integers, and no logical rollouts. None if it is anything else."""
+    if type(meta) is dict:
+        if not meta.keys() <= META:
+            return None
+        read = meta.get
+    else:
+        read = partial(getattr, meta)
+    n_trajs, sizes, seqlens, groups = [read(name, None) for name in META]
+    if type(sizes) is not list or type(seqlens) is not list or {*map(type, (n_trajs, *sizes, *seqlens))} != {int}:
+        return None
+    if groups is not None and (type(groups) is not list or {*map(type, groups)} - {NoneType}):
+        return None
+    return n_trajs, tuple(sizes), tuple(seqlens), None if groups is None else len(groups)
+
+
 def admit_call(values: Mapping[str, Any], spec: Spec, resolved: Resolved) -> Call:
     """The per-call values; gvpo's are checked where gvpo runs, which is not in a full override."""
     known = [f.name for f in fields(Call)]
@@ -129,8 +229,22 @@ def admit_call(values: Mapping[str, Any], spec: Spec, resolved: Resolved) -> Cal
 
 def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> Admitted:
     """The batch as channels; every refusal that needs no look at the numbers happens here."""
-    if not isinstance(batch, Mapping):
-        raise WrongType("a batch is a mapping from names to tensors", at="batch", found=type(batch).__name__)
+    return Admission(spec, resolved)(batch, meta, call)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What keys, shapes and dtypes of a batch decide: its size, and the keys that are read as channels."""
+
+    rows: int
+    tokens: int
+    device: torch.device
+    keys: tuple[str, ...]
+    truncation_given: bool
+
+
+def form_of(batch: Mapping[str, Any], spec: Spec, resolved: Resolved) -> Form:
+    """The form of a batch, or the refusal of one whose form does not fit."""
     for key in REQUIRED:
         if batch.get(key) is None:
             raise MissingKey(f"the batch has no '{key}'", at="batch", found=f"keys {listed(batch)}")
@@ -145,23 +259,12 @@ def admit(batch: Any, meta: Any, call: Call, spec: Spec, resolved: Resolved) -> 
         raise EmptyBatch("the batch has no rows or no tokens", at="batch['loss_mask']", found=list(mask.shape))
 
     _reads_tensor(batch, "input_ids", (rows, tokens), mask.device)
-    attention = _reads_tensor(batch, "attention_mask", (rows, tokens), mask.device)
-    late: list[tuple[BatchError, Tensor]] = []
-    channels = {"attention_words": _words(_mask("attention_mask", attention, late), late)}
-    given = [key for key, value in batch.items() if value is not None]
-    for key in read_keys(given, spec, resolved):
+    _check_dtype("attention_mask", _reads_tensor(batch, "attention_mask", (rows, tokens), mask.device))
+    keys = read_keys([key for key in KEYS if batch.get(key) is not None], spec, resolved)
+    for key in keys:
         shape = (rows,) if INPUTS[key].dims == "B" else (rows, tokens)
-        channels[key] = _channel(key, _reads_tensor(batch, key, shape, mask.device), late)
-    if "is_truncated" not in channels:
-        channels["is_truncated"] = torch.zeros(rows, device=mask.device)
-
-    meta = as_meta(meta)
-    grouped = by_group(spec.adv_norm) or by_group(spec.reward_norm)
-    check_meta(meta, rows, sizes_matter=grouped)
-    channels |= _membership(meta, rows, tokens, batch.get("is_truncated") is not None)
-    # A bad one was refused where it is read.
-    channels["gvpo"] = _numbers(tuple(float(x) if _is_size(x) else 0.0 for x in call.gvpo))
-    return Admitted(batch, meta, call, spec.config, rows, tokens, mask.device, channels, late=late)
+        _check_dtype(key, _reads_tensor(batch, key, shape, mask.device))
+    return Form(rows, tokens, mask.device, tuple(keys), batch.get("is_truncated") is not None)
 
 
 def _check_needed(batch: Mapping[str, Any], spec: Spec) -> None:
@@ -217,18 +320,24 @@ def _reads_tensor(batch: Mapping[str, Any], key: str, shape: tuple[int, ...], de
     return x
 
 
-def _channel(key: str, x: Tensor, late: list[tuple[BatchError, Tensor]]) -> Tensor:
-    """x in the dtype that Programs read; a mask of any dtype counts what is not zero."""
+def _check_dtype(key: str, x: Tensor) -> None:
     if x.is_complex() or (key == "turn_ids" and (x.is_floating_point() or x.dtype == torch.bool)):
         wanted = "integers" if key == "turn_ids" else "real numbers"
         raise WrongDtype(f"'{key}' must hold {wanted}", at=f"batch['{key}']", found=x.dtype)
     if not x.is_floating_point() and key in ("logprobs", "prox_logp", "ref_logp", "values"):
         raise WrongDtype(f"'{key}' must be floating point", at=f"batch['{key}']", found=x.dtype)
+
+
+def _channel(key: str, x: Tensor, late: list[tuple[BatchError, Tensor]]) -> Tensor:
+    """x in the dtype that Programs read; a mask of any dtype counts what is not zero."""
+    if x.requires_grad:
+        x = x.detach()
     if key == "loss_mask" and x.dtype in (torch.int32, torch.int64):
-        return x.detach()  # as fast as float32, and a copy less
+        return x  # as fast as float32, and a copy less
     if key in MASKS:
         x = _mask(key, x, late)
-    return x.detach().to(INPUTS[key].dtype)
+    dtype = INPUTS[key].dtype
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def mask_as(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -237,12 +346,10 @@ def mask_as(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _mask(key: str, x: Tensor, late: list[tuple[BatchError, Tensor]]) -> Tensor:
-    """x, if it is real and finite: what is not zero is set. A float mask other than float32 could lose that: bool."""
-    if x.is_complex():
-        raise WrongDtype(f"'{key}' must hold real numbers", at=f"batch['{key}']", found=x.dtype)
-    x = x.detach()
+    """x, if it is finite: what is not zero is set. A float mask other than float32 could lose that: bool."""
     if not x.is_floating_point():
         return x
+    x = x.detach()
     if x.device.type != "cpu":
         error = BadMask(f"'{key}' holds a non-finite number", at=f"batch['{key}']")
         late.append((error, (~torch.isfinite(x)).reshape(len(x), -1).any(1)))
@@ -262,6 +369,9 @@ def _words(mask_BT: Tensor, late: list[tuple[BatchError, Tensor]]) -> Tensor:
             late.append((error, (bool_BT.to(mask_BT.dtype) != mask_BT).any(1)))
         elif not torch.equal(bool_BT.to(mask_BT.dtype), mask_BT):
             raise error
+    rows, tokens = bool_BT.shape
+    if not tokens % 4 and bool_BT.stride() == (tokens, 1) and not bool_BT.storage_offset() % 4:
+        return bool_BT.view(torch.int32)
     if mask_BT.shape[1] % 4:
         bool_BT = torch.nn.functional.pad(bool_BT, (0, -mask_BT.shape[1] % 4))
     # flat, since a dimension of size 1 may keep any stride and still count as contiguous

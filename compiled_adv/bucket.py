@@ -7,6 +7,7 @@ import bisect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ def _fit(boundaries: Sequence[int] | None, size: int, least: int) -> int | None:
     return boundaries[at] if at < len(boundaries) else None
 
 
+@lru_cache(maxsize=1 << 12)
 def rung(size: int, least: int) -> int:
     """The smallest power of two, or half way between two, that is not below `size`."""
     power = 1 << max(0, math.ceil(math.log2(max(size, least))))

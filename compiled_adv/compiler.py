@@ -7,8 +7,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv import reference
-from compiled_adv.admit import Admitted, admit, admit_call, legal_modes, mask_as, read_keys
+from compiled_adv.admit import Admission, Admitted, legal_modes, mask_as, read_keys
 from compiled_adv.batch import as_meta, concat_batch, split_batch
 from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, boundaries, rungs
 from compiled_adv.cache import Cache
@@ -68,6 +68,7 @@ class Compute:
         self.last_warnings: dict[str, list[int]] = {}
         self.cache = Cache(spec.advantage.compiled.max_buckets)
         self._resolved = resolve_spec(spec)
+        self._admit = Admission(spec, self._resolved)
         self._ladder = ladder(spec)
         self._passes = find_passes(spec)
         self._warned: set[str] = set()
@@ -96,13 +97,13 @@ class Compute:
         """
         start = time.perf_counter()
         self._check_fork()
-        call = admit_call(per_call, self.spec, self._resolved)
+        call = self._admit.call(per_call)
         with _plain_torch(batch):
-            admitted = admit(batch, meta, call, self.spec, self._resolved)
+            admitted = self._admit(batch, meta, call)
             computed, flags = self._run_override(admitted) if self._resolved.compute else self._run(admitted)
             admitted.raise_late()
             raise_errors(flags)
-            self.last_warnings = warn(flags, self._warned)
+            self.last_warnings = warn(flags, self._warned) if flags else {}
             self._stats.count(time.perf_counter() - start, self.last_warnings)
             if self._shadow is not None:
                 self._shadow.see(admitted, computed)
@@ -444,17 +445,16 @@ def build(config: Any) -> Compute:
     return Compute(load_config(config))
 
 
-@contextmanager
-def _plain_torch(batch: Any) -> Iterator[None]:
+def _plain_torch(batch: Any) -> AbstractContextManager[Any]:
     """No autograd, no inference tensors, and no autocast, which would round matrix products."""
     mask = batch.get("loss_mask") if isinstance(batch, Mapping) else None
     device = mask.device.type if isinstance(mask, Tensor) and mask.device.type == "cuda" else "cpu"
-    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-        if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
-            with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
-                yield
-        else:
-            yield
+    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
+        stack = ExitStack()
+        for each in (torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False)):
+            stack.enter_context(each)
+        return stack
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _program_mask(mask: Tensor | None) -> torch.dtype:

@@ -120,26 +120,26 @@ def _run(
         fits = (bucket.rows, bucket.tokens) == (admitted.rows, admitted.tokens)
         env = {name: x.contiguous() if fits else pad_channel(name, x, bucket) for name, x in env.items()}
     flags: Flags = {}
-    last_use = {v: i for i, segment in enumerate(program.segments) for v in segment.inputs}
     kept = {version for _, version in program.outputs}
-    for i, (segment, step) in enumerate(zip(program.segments, steps, strict=True)):
+    for segment, step, later in zip(program.segments, steps, program.read_after, strict=True):
         if step is None:
             env.update(zip(segment.outputs, _call_plugin(segment, admitted, env, bucket), strict=True))
         else:
             inputs = [env[v] for v in segment.inputs]
             if isinstance(step, Graph):
                 size = (admitted.rows, admitted.tokens)
-                sizes = [None if last_use.get(v, -1) > i else size for v in segment.outputs]
-                *results, raised = step(inputs, [*sizes, None])
+                sizes = [None if v in later else size for v in segment.outputs]
+                *results, bits = step(inputs, [*sizes, None])
             else:
-                *results, raised = step(inputs)
-            flags = merge(flags, _raised(segment, raised, admitted))
+                *results, bits = step(inputs)
+            if raised := _raised(segment, bits, admitted):
+                flags = merge(flags, raised)
             if "invalid" in flags:  # first: an error with a name of its own may be but a part of what is wrong
                 return {}, flags
-            if segment.closes:
+            if segment.closes and flags:
                 raise_errors(flags)
             env.update(zip(segment.outputs, results, strict=True))  # type: ignore[arg-type]
-        for version in [v for v in env if v not in kept and last_use.get(v, -1) <= i]:
+        for version in [v for v in env if v not in kept and v not in later]:
             del env[version]
     return env, flags
 
@@ -169,7 +169,7 @@ def _in_blocks(segment: Segment, inputs: Sequence[Tensor]) -> Sequence[Tensor | 
         for x, part in zip(whole, results, strict=True):
             x[block] = part
         raised.append(flags)
-    return *whole, None if raised[0] is None else torch.cat(raised, 1)
+    return *whole, None if raised[0] is None else torch.cat(raised)
 
 
 def _compiled_step(compiled: Compiled) -> Step:
@@ -244,20 +244,22 @@ def _call_plugin(
     return [pad_channel(version, x, bucket) for version, x in zip(segment.outputs, results, strict=True)]
 
 
-def _raised(segment: Segment, raised: Tensor | None, admitted: Admitted) -> Flags:
+def _raised(segment: Segment, bits: Tensor | None, admitted: Admitted) -> Flags:
     """Rows of each flag that a segment raised, in one copy to the host with what is left to check of the batch."""
-    rows = admitted.rows
-    if raised is None:
+    if bits is None:
         return {}
-    if raised.device.type != "cpu":
-        late = [bad_B for _, bad_B in admitted.late]
-        raised = torch.cat([raised[:, :rows], *(bad_B[None] for bad_B in late)]).cpu()
-        admitted.raise_late(raised[len(raised) - len(late) :])
-    if not bool(raised[:, :rows].any()):
+    if bits.device.type != "cpu":
+        late = [bad_B.to(torch.int64) for _, bad_B in admitted.late]
+        both = torch.stack([bits[: admitted.rows], *late]).cpu()
+        admitted.raise_late(both[1:])
+        bits = both[0]
+    words = bits.tolist()[: admitted.rows]
+    if not any(words):
         return {}
     found: Flags = {}
-    for i in raised[:, :rows].any(1).nonzero().flatten().tolist():
-        found = merge(found, {flag_name(segment.flags[i]): raised[i, :rows].nonzero().flatten().tolist()})
+    for i, flag in enumerate(segment.flags):
+        if raised := [row for row, word in enumerate(words) if word >> i & 1]:
+            found = merge(found, {flag_name(flag): raised})
     return found
 
 

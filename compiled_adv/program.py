@@ -2,15 +2,17 @@
 
 A Program is cut around a user's function that must see exact shapes and, if asked, between stages that take each row by
 itself and stages that do not. Each segment is one GraphModule whose submodules are the stages; it returns the versions
-that later segments or the caller need, then its flags as one bool tensor [flags, B].
+that later segments or the caller need, then its flags as one tensor of bits, int64 [B].
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.compiler import is_compiling
 
 from compiled_adv.pipeline import Node, Pipeline
 from compiled_adv.stage import Stage
@@ -28,6 +30,19 @@ class StageModule(nn.Module):
 
     def extra_repr(self) -> str:
         return str(self.stage)
+
+
+class Bits(nn.Module):
+    """Flags, bool [B] each, as bits of one word a row, int64 [B]."""
+
+    def forward(self, *flags: Tensor) -> Tensor:
+        if not is_compiling():
+            place_F1 = torch.arange(len(flags), device=flags[0].device)[:, None]
+            return (torch.stack(flags).to(torch.int64) << place_F1).sum(0)
+        bits_B = flags[0].to(torch.int64)
+        for i, flag_B in enumerate(flags[1:], 1):
+            bits_B = bits_B | flag_B.to(torch.int64) << i
+        return bits_B
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,12 @@ class Program:
     segments: tuple[Segment, ...]
     inputs: tuple[str, ...]
     outputs: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def read_after(self) -> tuple[frozenset[str], ...]:
+        """The versions that later segments read, for each segment."""
+        reads = [segment.inputs for segment in self.segments]
+        return tuple(frozenset(v for later in reads[i + 1 :] for v in later) for i in range(len(reads)))
 
 
 def lower(pipeline: Pipeline, *, by_rows: bool = False) -> Program:
@@ -157,8 +178,10 @@ def _segment(nodes: list[Node], wanted: set[str], copies: dict[str, str]) -> Seg
                 env[version] = graph.create_node("call_function", getitem, (result, i), name=identifier(version))
     for name, version in copies.items():
         env[name] = graph.call_function(torch.clone, (env[version],))
-    stacked = graph.call_function(torch.stack, ([env[flag] for flag in flags],)) if flags else None
-    graph.output((*(env[v] for v in outputs), stacked))
+    assert len(flags) < 63, "one word holds the flags of a row"
+    root.add_module("bits", Bits())
+    bits = graph.call_module("bits", tuple(env[flag] for flag in flags)) if flags else None
+    graph.output((*(env[v] for v in outputs), bits))
     graph.lint()
     by_rows = not any(node.stage.mixes_rows for node in nodes)
     return Segment(fx.GraphModule(root, graph, "Segment"), inputs, outputs, flags, by_rows)

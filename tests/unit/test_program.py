@@ -49,7 +49,7 @@ def test_a_segment_gives_what_its_stages_give_one_by_one(name):
     want = one_by_one(pipeline, admitted.channels)
     for version, x in zip(segment.outputs, outputs, strict=True):
         assert equal(x, want[version.removesuffix(".copy")] if version in want else x), version
-    assert torch.equal(raised, torch.stack([want[flag] for flag in segment.flags]))
+    assert raised.tolist() == sum(want[flag].long() << i for i, flag in enumerate(segment.flags)).tolist()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -215,7 +215,7 @@ def test_an_output_that_a_later_segment_reads_is_kept_for_both():
 def test_a_small_program_runs():
     (segment,) = lower(SMALL).segments
     d, e, raised = segment.module(torch.tensor([1.0, 3.0]))
-    assert (d.tolist(), e.tolist(), raised.tolist()) == ([3.0, 7.0], [1.0, 5.0], [[False, True]])
+    assert (d.tolist(), e.tolist(), raised.tolist()) == ([3.0, 7.0], [1.0, 5.0], [0, 1])
 
 
 def test_a_program_without_flags_gives_none_for_them():
