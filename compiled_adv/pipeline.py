@@ -42,7 +42,6 @@ from compiled_adv.stages.estimator import (
     TotalRewards,
     TurnCounts,
     TurnGAE,
-    Turns,
 )
 from compiled_adv.stages.kl_rewards import KLInAdvantage, KLRewards
 from compiled_adv.stages.length_penalty import LengthPenalty, RawRewards
@@ -262,8 +261,7 @@ def _moments(wiring: Wiring, norm: Norm, single: Stage) -> None:
 def _estimate(wiring: Wiring, spec: Spec, resolved: Resolved) -> None:
     add = wiring.add
     by_turn = spec.estimator == "turn_gae"
-    reads_turns = by_turn or resolved.estimator is not None or resolved.lambda_fn is not None
-    if wiring.has("turn_ids") and reads_turns:
+    if wiring.has("turn_ids") and (resolved.estimator is not None or resolved.lambda_fn is not None):
         add(AlignTurnIds())
     if resolved.estimator is not None:
         add(EstimatorPlugin(resolved.estimator, spec.discount))
@@ -272,8 +270,6 @@ def _estimate(wiring: Wiring, spec: Spec, resolved: Resolved) -> None:
     if wiring.has("aligned_turn_ids"):
         add(TurnRange())
         add(TurnCounts())
-    if by_turn:
-        add(Turns())
     if resolved.lambda_fn is None:
         add(ConstantLambda(float(spec.gae_lambda)))
     else:

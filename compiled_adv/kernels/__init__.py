@@ -19,6 +19,8 @@ SCHEMAS = {
     "merge_moments": "(Tensor n, Tensor mean, Tensor m2, Tensor part) -> (Tensor, Tensor, Tensor)",
     "turn_totals": "(Tensor rewards, Tensor? values, Tensor turn_ids, Tensor mask) -> (Tensor, Tensor, Tensor)",
     "turn_counts": "(Tensor turn_ids, Tensor mask) -> (Tensor, Tensor)",
+    "turn_recurrence": "(Tensor rewards, Tensor? values, Tensor turn_ids, Tensor mask, Tensor bootstrap, "
+    "float discount, Tensor gae_lambda, Tensor tokens) -> (Tensor, Tensor, Tensor, Tensor)",
     "discounted_sum": "(Tensor x, Tensor factor) -> Tensor",
 }
 
@@ -44,6 +46,12 @@ def _like_turn_counts(turn_ids, mask):
     return mask.new_empty(mask.shape[0], dtype=torch.int64), mask.new_empty(mask.shape[0], dtype=torch.bool)
 
 
+def _like_turn_recurrence(rewards, values, turn_ids, mask, bootstrap, discount, gae_lambda, tokens):
+    after = rewards.new_empty(0 if values is None else rewards.shape)
+    ordered, inside = (mask.new_empty(mask.shape[0], dtype=torch.bool) for _ in range(2))
+    return rewards.new_empty(rewards.shape), after, ordered, inside
+
+
 def _like_discounted_sum(x, factor):
     return x.new_empty(x.shape)
 
@@ -54,6 +62,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "merge_moments": _like_merge_moments,
     "turn_totals": _like_turn_totals,
     "turn_counts": _like_turn_counts,
+    "turn_recurrence": _like_turn_recurrence,
     "discounted_sum": _like_discounted_sum,
 }
 
@@ -128,6 +137,23 @@ def turn_totals(
 def turn_counts(turn_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """See blocked.turn_counts."""
     return torch.ops.compiled_adv.turn_counts(turn_ids_BT, mask_BT)
+
+
+def turn_recurrence(
+    rewards_BT: Tensor,
+    values_BT: Tensor | None,
+    turn_ids_BT: Tensor,
+    mask_BT: Tensor,
+    bootstrap_B: Tensor,
+    discount: float,
+    lambda_B: Tensor,
+    tokens: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See blocked.turn_recurrence. Where no device's own form stands for it, it is traced as its parts."""
+    args = (rewards_BT, values_BT, turn_ids_BT, mask_BT, bootstrap_B, discount, lambda_B, tokens)
+    if rewards_BT.device.type == "cpu":
+        return torch.ops.compiled_adv.turn_recurrence(*args)
+    return blocked.turn_recurrence(*args, turn_totals, turn_counts, backward_recurrence)
 
 
 def discounted_sum(x: Tensor, factor: Tensor) -> Tensor:

@@ -254,6 +254,34 @@ def _stretches(turn_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Te
     return first_S, last_S, id_S, new_S
 
 
+def turn_recurrence(
+    rewards_BT: Tensor,
+    values_BT: Tensor | None,
+    turn_ids_BT: Tensor,
+    mask_BT: Tensor,
+    bootstrap_B: Tensor,
+    discount: float,
+    lambda_B: Tensor,
+    tokens: Tensor,
+    turn_totals: Callable[..., tuple[Tensor, ...]] = turn_totals,
+    turn_counts: Callable[..., tuple[Tensor, ...]] = turn_counts,
+    backward_recurrence: Callable[..., tuple[Tensor, ...]] = backward_recurrence,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The recurrence with one step for each turn: its reward, and the value of its first column. `turn_ids` as the
+    batch has them: the id of a column stands to its right, and is -1 beyond the row.
+
+    Returns run and, with a critic, the value of the turn that ends at or behind each column (else empty), float32
+    [B,T]; whether a row's active ids never go back, and whether they lie in [0, tokens), bool [B].
+    """
+    ids_BT = torch.nn.functional.pad(turn_ids_BT[:, 1:], (0, 1), value=-1)
+    totals_BT, firsts_BT, ends_BT = turn_totals(rewards_BT, values_BT, ids_BT, mask_BT)
+    _, ordered_B = turn_counts(ids_BT, mask_BT)
+    values_BT, critic = (None, False) if values_BT is None else (firsts_BT, True)
+    run_BT, value_BT = backward_recurrence(totals_BT, values_BT, ends_BT, bootstrap_B, discount, lambda_B, None, critic)
+    seen_BT = select(mask_BT, ids_BT.to(F32))  # rounding keeps an id on its side of 0 and of the number of tokens
+    return run_BT, value_BT, ordered_B, (seen_BT.amin(1) >= 0) & (seen_BT.amax(1) <= tokens - 1)
+
+
 def discounted_sum(x: Tensor, factor: Tensor) -> Tensor:
     """y[t] = x[t] + factor[t] * y[t+1] along the last dim of float32 tensors of one shape, summed in float64."""
     if x.numel() == 0:

@@ -20,7 +20,8 @@ SIGNATURES = {
     "backward_recurrence": (_P, _N, _P, _N, _P, _N, _P, _P, _X, _P, _P, _N, _N, _N, _I),
     "row_moments": (_P, _N, _P, _N, _P, _P, _P, _N, _N, _I),
     "merge_moments": (_P, _P, _P, _P, _P, _P, _P, _N),
-    "turns": (_P, _N, _P, _N, _P, _N, _P, _N, _P, _P, _P, _P, _P, _N, _N, _I),
+    "turn_counts": (_P, _N, _P, _N, _P, _P, _N, _N, _I),
+    "turn_recurrence": (_P, _N, _P, _N, _P, _N, _P, _N, _P, _P, _X, _P, _P, _P, _P, _N, _N, _N, _I),
     "discounted_sum": (_P, _N, _P, _N, _P, _N, _N, _I),
 }
 
@@ -34,8 +35,8 @@ def operators() -> dict[Any, Any]:
         "backward_recurrence": _backward_recurrence,
         "row_moments": _row_moments,
         "merge_moments": _merge_moments,
-        "turn_totals": _turn_totals,
         "turn_counts": _turn_counts,
+        "turn_recurrence": _turn_recurrence,
         "discounted_sum": _discounted_sum,
     }.items():
         LIBRARY.define(f"{name}_cpu{SCHEMAS[name]}")
@@ -121,35 +122,42 @@ def _merge_moments(functions, n, mean, m2, part):
     return to_n, to_mean, to_m2
 
 
-def _turn_totals(functions, rewards, values, turn_ids, mask):
-    total, ends = (POOL.empty(mask.shape, F32) for _ in range(2))
-    value = POOL.empty((0,) if values is None else mask.shape, F32)
-    values = None if values is None else _flat(values, F32)
-    _turns(functions, _flat(rewards, F32), values, turn_ids, mask, total, None if values is None else value, ends)
-    return total, value, ends
-
-
 def _turn_counts(functions, turn_ids, mask):
-    return _turns(functions, None, None, turn_ids, mask, None, None, None)
-
-
-def _turns(functions, rewards, values, turn_ids, mask, *out):
     rows, columns = mask.shape
     counts, ordered = torch.empty(rows, dtype=I64), torch.empty(rows, dtype=torch.bool)
     turn_ids, mask = _flat(turn_ids, I64), _flat(mask, F32)
-    functions.turns(
+    functions.turn_counts(
+        *_at(turn_ids), *_at(mask), counts.data_ptr(), ordered.data_ptr(), rows, columns, torch.get_num_threads()
+    )
+    return counts, ordered
+
+
+def _turn_recurrence(functions, rewards, values, turn_ids, mask, bootstrap, discount, gae_lambda, tokens):
+    rows, columns = mask.shape
+    running = POOL.empty((rows, columns), F32)
+    after = torch.empty(0, dtype=F32) if values is None else POOL.empty((rows, columns), F32)
+    ordered, inside = (torch.empty(rows, dtype=torch.bool) for _ in range(2))
+    rewards, turn_ids, mask = _flat(rewards, F32), _flat(turn_ids, I64), _flat(mask, F32)
+    values = None if values is None else _flat(values, F32)
+    bootstrap, gae_lambda = _flat(bootstrap, F32), _flat(gae_lambda, F64)
+    functions.turn_recurrence(
         *_at(rewards),
         *_at(values),
         *_at(turn_ids),
         *_at(mask),
-        *(None if x is None else x.data_ptr() for x in out),
-        counts.data_ptr(),
+        bootstrap.data_ptr(),
+        gae_lambda.data_ptr(),
+        discount,
+        running.data_ptr(),
+        None if values is None else after.data_ptr(),
         ordered.data_ptr(),
+        inside.data_ptr(),
+        int(tokens),
         rows,
         columns,
         torch.get_num_threads(),
     )
-    return counts, ordered
+    return running, after, ordered, inside
 
 
 def _discounted_sum(functions, x, factor):

@@ -20,6 +20,7 @@ typedef int64_t l8 __attribute__((vector_size(64)));
 // the same, at any address
 typedef float f4u __attribute__((vector_size(16), aligned(4)));
 typedef float f8u __attribute__((vector_size(32), aligned(4)));
+typedef int64_t l4u __attribute__((vector_size(32), aligned(4)));
 typedef int64_t l8u __attribute__((vector_size(64), aligned(8)));
 
 namespace {
@@ -178,54 +179,66 @@ Moments moments(const float* x, const float* mask, int64_t columns) {
     return {double(n), pivot + away, std::max(0.0, total(squares) - s * away)};
 }
 
-// One row's turns, left to right. A turn is a run of equal ids among active columns.
+// One row's turns, left to right. A turn is a run of equal ids among active columns; the id of a column stands `shift`
+// columns to its right, -1 beyond the row.
 struct Turns {
+    struct Turn {
+        float reward, value;
+        int64_t last;
+    };
     const float *rewards, *values, *mask;
     const int64_t* ids;
-    float *reward_out, *value_out, *ends;
-    int64_t count = 0, id = 0, last = 0;
+    int64_t shift, columns;
+    std::vector<Turn>& found;
+    int64_t id = 0, lowest = 0, highest = 0;
     bool ordered = true;
-    float value = 0;
     d8 sum = {};
-    static constexpr l8 PLACE = {1, 2, 3, 4, 5, 6, 7, 8};
 
-    void close() {
-        if (!count) return;
-        if (reward_out) reward_out[last] = float(total(sum));
-        if (value_out) value_out[last] = value;
-        if (ends) ends[last] = 1.0f;
+    // The turn ends at the last active column before t.
+    void close(int64_t t) {
+        if (found.empty()) return;
+        while (mask[--t] == 0.0f) {}
+        found.back().reward = float(total(sum)), found.back().last = t;
         sum = d8{};
     }
 
     void one(int64_t t) {
         if (mask[t] == 0.0f) return;
-        if (!count || ids[t] != id) {
-            close();
-            ordered &= !count || ids[t] > id;
-            ++count, id = ids[t];
-            if (values) value = values[t];
+        const int64_t own = t + shift < columns ? ids[t + shift] : -1;
+        if (found.empty() || own != id) {
+            close(t);
+            ordered &= found.empty() || own > id;
+            id = own, lowest = std::min(lowest, id), highest = std::max(highest, id);
+            found.push_back({0, values ? values[t] : 0, t});
         }
         if (rewards) sum[t % 8] += rewards[t];
-        last = t;
     }
 
-    // Eight columns at once where none starts a turn.
-    void walk(int64_t columns) {
+    // Thirty-two columns at once where none starts a turn, else eight, else one.
+    void walk() {
+        const int64_t* own = ids + shift;
+        auto on = [&](int64_t t) { return __builtin_convertvector(*(const f8u*)(mask + t) != 0.0f, l8); };
+        auto starts = [&](int64_t t) { return on(t) & (*(const l8u*)(own + t) != id); };
+        auto bits = [&](int64_t t) { return *(const l4u*)(rewards + t); };
+        auto any = [](auto x) {
+            for (size_t i = 1; i < sizeof x / sizeof x[0]; ++i) x[0] |= x[i];
+            return x[0] != 0;
+        };
+        auto add = [&](int64_t t) { sum += on(t) ? __builtin_convertvector(*(const f8u*)(rewards + t), d8) : d8{}; };
         int64_t t = 0;
-        for (; t + 8 <= columns; t += 8) {
-            const l8 on = __builtin_convertvector(*(const f8u*)(mask + t), d8) != 0.0;
-            const l8 other = count ? on & (*(const l8u*)(ids + t) != id) : on;
-            // place of the last active column, from 1, and 8 more where a turn starts
-            const int32_t seen = largest(__builtin_convertvector((on & PLACE) + (other & 8), i8));
-            if (seen > 8) {
-                for (int64_t i = t; i < t + 8; ++i) one(i);
-            } else if (seen) {
-                if (rewards) sum += on ? __builtin_convertvector(*(const f8u*)(rewards + t), d8) : d8{};
-                last = t + seen - 1;
+        while (t < columns && found.empty()) one(t++);
+        for (; t < columns && t % 8; ++t) one(t);
+        for (; t + 32 + shift <= columns; t += 32) {
+            const bool some = any((starts(t) | starts(t + 8)) | (starts(t + 16) | starts(t + 24)));
+            if (!some && !(rewards && any((bits(t) | bits(t + 8)) | (bits(t + 16) | bits(t + 24))))) continue;
+            for (int64_t at = t; at < t + 32; at += 8) {
+                if (some && any(starts(at)))
+                    for (int64_t i = at; i < at + 8; ++i) one(i);
+                else if (rewards) add(at);
             }
         }
         for (; t < columns; ++t) one(t);
-        close();
+        close(columns);
     }
 };
 
@@ -287,20 +300,45 @@ void merge_moments(const double* n, const double* mean, const double* m2, const 
     }
 }
 
-// rewards, values and the three [B,T] outputs: null without; counts and ordered: always.
-void turns(const float* rewards, int64_t rewards_row, const float* values, int64_t values_row, const int64_t* ids,
-           int64_t ids_row, const float* mask, int64_t mask_row, float* rewards_out, float* values_out, float* ends_out,
-           int64_t* counts, bool* ordered, int64_t rows, int64_t columns, int threads) {
+void turn_counts(const int64_t* ids, int64_t ids_row, const float* mask, int64_t mask_row, int64_t* counts,
+                 bool* ordered, int64_t rows, int64_t columns, int threads) {
     over_rows(rows, columns, 1, threads, [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; ++row) {
-            auto out = [&](float* all) {
-                if (all) std::fill_n(all + row * columns, columns, 0.0f);
-                return all ? all + row * columns : nullptr;
+        std::vector<Turns::Turn> found;
+        for (int64_t row = first; row < last; ++row, found.clear()) {
+            Turns turns{nullptr, nullptr, mask + row * mask_row, ids + row * ids_row, 0, columns, found};
+            turns.walk();
+            counts[row] = found.size(), ordered[row] = turns.ordered;
+        }
+    });
+}
+
+// values, next_out: null without. `tokens`: what every id of an active column must be below, and not below 0.
+void turn_recurrence(const float* rewards, int64_t rewards_row, const float* values, int64_t values_row,
+                     const int64_t* ids, int64_t ids_row, const float* mask, int64_t mask_row, const float* bootstrap,
+                     const double* gae_lambda, double discount, float* running_out, float* next_out, bool* ordered,
+                     bool* inside, int64_t tokens, int64_t rows, int64_t columns, int threads) {
+    over_rows(rows, columns, 1, threads, [&](int64_t first, int64_t last) {
+        std::vector<Turns::Turn> found;
+        for (int64_t row = first; row < last; ++row, found.clear()) {
+            Turns turns{rewards + row * rewards_row, values ? values + row * values_row : nullptr,
+                        mask + row * mask_row, ids + row * ids_row, 1, columns, found};
+            turns.walk();
+            ordered[row] = turns.ordered, inside[row] = turns.lowest >= 0 && turns.highest < tokens;
+            // right to left, as Recurrence: a step's delta in float, the running sum in double
+            float after = bootstrap[row];
+            double run = 0;
+            int64_t end = columns;
+            auto show = [&](int64_t from) {
+                std::fill(running_out + row * columns + from, running_out + row * columns + end, float(run));
+                if (next_out) std::fill(next_out + row * columns + from, next_out + row * columns + end, after);
+                end = from;
             };
-            Turns turns{rewards ? rewards + row * rewards_row : nullptr, values ? values + row * values_row : nullptr,
-                        mask + row * mask_row, ids + row * ids_row, out(rewards_out), out(values_out), out(ends_out)};
-            turns.walk(columns);
-            counts[row] = turns.count, ordered[row] = turns.ordered;
+            for (auto turn = found.rbegin(); turn != found.rend(); ++turn) {
+                show(turn->last + 1);
+                const float ahead = turn->reward + float(discount) * after, delta = values ? ahead - turn->value : ahead;
+                run = double(delta) + discount * gae_lambda[row] * run, after = turn->value;
+            }
+            show(0);
         }
     });
 }

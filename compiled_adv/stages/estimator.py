@@ -79,21 +79,6 @@ class AlignTurnIds(Stage):
         return align_turn_ids(turn_ids_BT)
 
 
-class Turns(Stage):
-    """Reward and value of each turn, at the turn's last active column.
-
-    A turn's reward is the sum over its active columns, its value that of its first one.
-    """
-
-    slot = "actor.gae_timestep_unit"
-    reads = ("aligned_turn_ids", "loss_mask", "outcome", "folded?", "values?")
-    writes = ("turn_rewards", "turn_values", "turn_ends")
-
-    def forward(self, ids_BT, mask_BT, outcome_BT, folded_BT, values_BT):
-        rewards_BT = outcome_BT if folded_BT is None else outcome_BT + folded_BT
-        return kernels.turn_totals(rewards_BT, values_BT, ids_BT, mask_BT)
-
-
 class TurnCounts(Stage):
     """Number of turns of each row; ids of active tokens must not go back."""
 
@@ -177,47 +162,54 @@ class TokenGAE(Stage):
 
 
 class TurnGAE(Stage):
-    """One step per turn, shared by the turn's tokens; KL enters advantages token by token and never the returns."""
+    """One step per turn, shared by the turn's tokens; KL enters advantages token by token and never the returns.
+
+    A turn's reward is the sum over its active columns, its value that of its first one.
+    """
 
     slot = "actor.advantage.estimator"
     reads = (
-        "turn_rewards",
-        "turn_values",
-        "turn_ends",
+        "outcome",
+        "folded?",
         "kl?",
         "values?",
         "bootstrap_values?",
+        "turn_ids",
         "loss_mask",
         "is_truncated",
         "gae_lambda",
+        "facts",
     )
     writes = ("advantages", "returns")
+    flags = ("turn_ids_decrease", "turn_id_out_of_range")
 
     discount: float
 
     def forward(
         self,
-        turn_rewards_BT,
-        turn_values_BT,
-        ends_BT,
+        outcome_BT,
+        folded_BT,
         kl_BT,
         values_BT,
         bootstrap_B,
+        turn_ids_BT,
         mask_BT,
         is_truncated_B,
         lambda_B,
+        facts,
     ):
-        after_B = bootstrap(bootstrap_B, is_truncated_B)
-        critic = values_BT is not None
-        running_BT, value_BT = kernels.backward_recurrence(
-            turn_rewards_BT, turn_values_BT if critic else None, ends_BT, after_B, self.discount, lambda_B, None, critic
+        rewards_BT = outcome_BT if folded_BT is None else outcome_BT + folded_BT
+        after_B, tokens = bootstrap(bootstrap_B, is_truncated_B), fact(facts, "tokens")
+        running_BT, value_BT, ordered_B, inside_B = kernels.turn_recurrence(
+            rewards_BT, values_BT, turn_ids_BT, mask_BT, after_B, self.discount, lambda_B, tokens
         )
         run_BT = select(mask_BT, running_BT)
-        if critic:
-            returns_BT = either(mask_BT, running_BT + value_BT, clean(values_BT))
-        else:
+        if values_BT is None:
             returns_BT = run_BT.clone()
-        return run_BT if kl_BT is None else run_BT + kl_BT, returns_BT
+        else:
+            returns_BT = either(mask_BT, running_BT + value_BT, clean(values_BT))
+        advantages_BT = run_BT if kl_BT is None else run_BT + kl_BT
+        return advantages_BT, returns_BT, ~ordered_B, ~inside_B
 
 
 def bootstrap(bootstrap_B: Tensor | None, is_truncated_B: Tensor) -> Tensor:

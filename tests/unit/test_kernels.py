@@ -78,6 +78,13 @@ class Case:
             take["rewards"], take["values"], take["mask"], self.bootstrap, 0.97, self.gae_lambda, take["end"], True
         )
 
+    def turn_recurrence(self, form, **changed):
+        take = {"rewards": self.rewards, "values": self.values, "turn_ids": self.ids, "tokens": 4, **changed}
+        rewards, values, ids, tokens = take.values()
+        return form["turn_recurrence"](
+            rewards, values, ids, self.mask, self.bootstrap, 0.97, self.gae_lambda, torch.tensor(tokens)
+        )
+
 
 cases = st.builds(
     Case,
@@ -146,12 +153,39 @@ def test_merged_moments_are_those_of_all_entries_of_a_part(form, case):
         )
 
 
-@both_forms
 @few
 @given(case=cases)
-def test_turns_are_the_loop(form, case):
+def test_turns_are_the_loop(case):
     totals, firsts, ends, *_ = turns_loop(case.rewards, case.values, case.ids, case.mask)
-    close(form["turn_totals"](case.rewards, case.values, case.ids, case.mask), (totals, firsts, ends))
+    close(blocked.turn_totals(case.rewards, case.values, case.ids, case.mask), (totals, firsts, ends))
+
+
+@both_forms
+@few
+@given(case=cases, critic=st.booleans(), shuffled=st.booleans(), tokens=st.integers(1, 6))
+def test_turn_recurrence_is_the_loop_over_turns(form, case, critic, shuffled, tokens):
+    ids = case.ids.flip(1) if shuffled else case.ids
+    aligned = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-1)
+    totals, firsts, ends, _, ordered = turns_loop(case.rewards, case.values, aligned, case.mask)
+    steps = (totals, firsts if critic else None, ends, case.bootstrap, 0.97, case.gae_lambda, 10**9)
+    running, after = recurrence_loop(*steps)
+    got = case.turn_recurrence(form, turn_ids=ids, values=case.values if critic else None, tokens=tokens)
+    named = ((aligned >= 0) | (case.mask == 0)).all(1)  # a row with a column of no turn is refused, whatever it holds
+    close(got[0][named], running[named])
+    close(got[1][named] if critic else got[1], after[named] if critic else torch.empty(0))
+    assert got[2][named].tolist() == ordered[named].tolist()
+    assert got[3].tolist() == (named & ((aligned < tokens) | (case.mask == 0)).all(1)).tolist()
+
+
+@both_forms
+def test_turns_longer_than_a_vector_are_the_loop(form):
+    case = Case(5, 300, 0.9, 8)
+    case.ids = torch.arange(300).div(47, rounding_mode="floor").expand(5, 300).contiguous()
+    aligned = torch.nn.functional.pad(case.ids[:, 1:], (0, 1), value=-1)
+    case.mask[:, -1] = 0
+    totals, firsts, ends, *_ = turns_loop(case.rewards, case.values, aligned, case.mask)
+    steps = (totals, firsts, ends, case.bootstrap, 0.97, case.gae_lambda, 10**9)
+    close(case.turn_recurrence(form)[:2], recurrence_loop(*steps))
 
 
 @both_forms
@@ -207,8 +241,8 @@ def test_what_is_not_active_is_never_read_into_a_result(form):
         torch.stack(form["row_moments"](rewards, case.mask)), torch.stack(form["row_moments"](case.rewards, case.mask))
     )
     assert torch.equal(
-        torch.stack(form["turn_totals"](rewards, values, case.ids, case.mask)),
-        torch.stack(form["turn_totals"](case.rewards, case.values, case.ids, case.mask)),
+        torch.stack(case.turn_recurrence(form, rewards=rewards, values=values)[:2]),
+        torch.stack(case.turn_recurrence(form)[:2]),
     )
 
 
@@ -222,7 +256,7 @@ def everything(case):
         *case.recurrence(NATIVE),
         *moments,
         *NATIVE["merge_moments"](*moments, torch.arange(len(case.mask)) % 2),
-        *NATIVE["turn_totals"](case.rewards, case.values, case.ids, case.mask),
+        *case.turn_recurrence(NATIVE),
         *NATIVE["turn_counts"](case.ids, case.mask),
         # what pads a row is 0 here, as a user's function gets it
         NATIVE["discounted_sum"](*(torch.where(case.mask != 0, x, 0.0) for x in (case.rewards, case.values))),
@@ -233,6 +267,7 @@ def everything(case):
 @given(case=cases, rows=st.integers(0, 6), columns=st.integers(0, 40))
 def test_padding_changes_no_bit(case, rows, columns):
     padded = Case(len(case.mask) + rows, case.mask.shape[1] + columns, 0.0, 3)
+    padded.ids.fill_(-1)
     for name in ("rewards", "values", "mask", "ids"):
         getattr(padded, name)[: len(case.mask), : case.mask.shape[1]] = getattr(case, name)
     padded.bootstrap[: len(case.mask)], padded.gae_lambda[: len(case.mask)] = case.bootstrap, case.gae_lambda
@@ -292,7 +327,10 @@ def test_what_a_compiler_is_told_about_an_operator_is_true(name):
         "backward_recurrence": (case.rewards, case.values, case.mask, case.bootstrap, 0.9, case.gae_lambda, None, True),
         "row_moments": (case.rewards, case.mask),
         "merge_moments": (n, mean, m2, torch.arange(4) % 2),
-        "turn_totals": (case.rewards, None, case.ids, case.mask),
+        "turn_recurrence": (
+            *(case.rewards, None, case.ids, case.mask, case.bootstrap),
+            *(0.9, case.gae_lambda, torch.tensor(9)),
+        ),
         "turn_counts": (case.ids, case.mask),
         "discounted_sum": (case.rewards, case.values),
     }[name]
