@@ -26,6 +26,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -419,12 +420,7 @@ def speed(device: Any, sizes: Sizes, clock: Clock) -> Found:
                 inputs, outputs = channels(there, out)
                 moved = sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
                 del out, outputs
-                whole, _ = milliseconds(
-                    lambda: compute(there, meta, **recipe.per_call),
-                    device,
-                    sizes.repeats,
-                    clock,  # noqa: B023
-                )
+                whole, _ = milliseconds(partial(compute, there, meta, **recipe.per_call), device, sizes.repeats, clock)
                 row[f"{label}: ms"] = whole
                 row[f"{label}: share of copy bandwidth"] = moved / whole / 1e6 / gb_per_s
             if device.type == "cuda":
@@ -520,10 +516,7 @@ def scans(device: Any, sizes: Sizes, clock: Clock) -> Found:
                 compiled = torch.compile(scanned, fullgraph=True, dynamic=False)
                 factor = torch.where(mask > 0, 0.9405, 1.0)
                 row["associative_scan: ms"], _ = milliseconds(
-                    lambda: compiled(factor, x),
-                    device,
-                    sizes.repeats,
-                    clock,  # noqa: B023
+                    partial(compiled, factor, x), device, sizes.repeats, clock
                 )
             except Exception as error:
                 row["associative_scan"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
