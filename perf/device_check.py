@@ -426,9 +426,11 @@ def speed(device: Any, sizes: Sizes, clock: Clock) -> Found:
             if device.type == "cuda":
                 row["memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
             row["floor_bytes"] = moved
-            with contextlib.suppress(Exception):
+            try:
                 row |= trainers_loop(recipe, there, batch, meta, device, clock)
                 row["loop over graph"] = row["loop: ms"] / row["graph: ms"]
+            except Exception as error:
+                row["loop"] = f"{type(error).__name__}: {error}"[:300]
     return found
 
 
