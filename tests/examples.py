@@ -22,18 +22,15 @@ def leave_one_out(rewards, mask):
 
 @pad_safe
 @per_trajectory
-def td_lambda(
-    outcome_rewards, kl_rewards, process_rewards, values, bootstrap_values, is_truncated, loss_mask, discount,
-    *, decay, at_turn_end,
-):  # fmt: skip
-    """TD(lambda) where a token that closes a rewarded turn discounts by a number of its own."""
-    reward = outcome_rewards + kl_rewards + process_rewards
-    gamma = torch.where(process_rewards != 0, at_turn_end, discount)
-    held = torch.cat([loss_mask * values, (bootstrap_values * is_truncated)[None]])
-    following = discounted_sum(held, torch.cat([1 - loss_mask, held[-1:] * 0]))[1:]  # the next step's value
-    delta = loss_mask * (reward + gamma * following - values)
+def td_lambda(outcome_rewards, kl_rewards, process_rewards, values, bootstrap_values, is_truncated, loss_mask,
+              discount, *, decay, at_turn_end):  # fmt: skip
+    rewards = outcome_rewards + kl_rewards + process_rewards
+    gamma = torch.where(process_rewards != 0, at_turn_end, discount)  # one number for each token
+    last = (bootstrap_values * is_truncated)[None]
+    following = discounted_sum(torch.cat([loss_mask * values, last]), torch.cat([1 - loss_mask, 0 * last]))[1:]
+    delta = loss_mask * (rewards + gamma * following - values)
     advantages = discounted_sum(delta, torch.where(loss_mask > 0, gamma * decay, 1.0))
-    return advantages, advantages + values, reward
+    return advantages, advantages + values, rewards
 
 
 @pad_safe
