@@ -72,8 +72,8 @@ class Change:
     def text(self) -> str:
         if not self.rows:
             return "moves no advantage"
-        rows = _count(self.rows, "row")
-        return f"moves advantages: {rows}, by {self.mean:.3g} per token on average, {self.largest:.3g} at most"
+        of, mean, largest = _count(self.rows, "row"), _number(self.mean), _number(self.largest)
+        return f"moves the advantages of {of}, by {mean} a token on average and {largest} at most"
 
 
 @dataclass(frozen=True)
@@ -354,17 +354,18 @@ def _head(d: Diagnosis) -> str:
         return f"{seen}, computed by {d.override}: rules and warnings do not apply"
     if not d.findings:
         return f"{seen}, {d.rules} rules: nothing found that harms training"
-    return f"{seen}, {d.rules} rules: {_count(len(d.findings), 'thing')} that may harm training, worst first"
+    order = ", worst first" if len(d.findings) > 1 else ""
+    return f"{seen}, {d.rules} rules: {_count(len(d.findings), 'thing')} that may harm training{order}"
 
 
 def _finding(number: int, found: Finding, d: Diagnosis) -> str:
     lines = [f"{number}. {found.name}: {found.what}"]
     for sight in found.sights[:MOST]:
         where = f"{sight.batch}: " if len(d.batches) > 1 else ""
-        lines.append(f"   {where}{len(sight.rows)} of {_count(sight.of, 'row')}{_which(sight.rows)}")
+        lines.append(f"   {where}{len(sight.rows) or 'none'} of {_count(sight.of, 'row')}{_which(sight.rows)}")
         if sight.other_rows is not None:
-            other = "strict" if d.rules == "default" else "default"
-            lines.append(f"   under {other} rules: {_count(len(sight.other_rows), 'row')}{_which(sight.other_rows)}")
+            count = f"{len(sight.other_rows) or 'none'} of {_count(sight.of, 'row')}"
+            lines.append(f"   under {_other(d)} rules {count}{_which(sight.other_rows)}")
         if sight.change is not None:
             lines.append(f"   {_cause(found.name)} {sight.change.text}")
     lines += _more(found.sights, "batches")
@@ -386,9 +387,14 @@ def _rules(d: Diagnosis) -> str:
         where = f"{b.name}: " if len(d.batches) > 1 else ""
         lines += [f"  {where}{rules} rules refuse it: {_first(error)}" for rules, error in b.refused.items()]
         if b.strict is not None:
-            given = ", were is_truncated given," if "strict" in b.refused else ""
-            lines.append(f"  {where}the strict rule set{given} {b.strict.text}")
-    return "\n".join(["Default or strict rules", *lines, *_more(d.batches, "batches")])
+            given = "with is_truncated given, it " if "strict" in b.refused else ""
+            lines.append(f"  {where}{given}{b.strict.text}")
+    return "\n".join([f"What advantage.rules: {_other(d)} would change, all in all", *lines, *_more(d.batches, "batches")])
+
+
+def _other(d: Diagnosis) -> str:
+    """The rules that are not configured."""
+    return "strict" if d.rules == "default" else "default"
 
 
 def _padding(d: Diagnosis) -> str:
@@ -400,8 +406,10 @@ def _padding(d: Diagnosis) -> str:
         elif b.bucket is not None:
             line += f"; {b.bucket}"
         lines.append(line)
-        if b.bucket_padding is not None and b.bucket_padding - b.padding > 0.1:
-            lines.append("    try boundaries that fit better: actor.advantage.compiled.buckets")
+    wasteful = [b for b in d.batches if b.bucket_padding is not None and b.bucket_padding - b.padding > 0.1]
+    if wasteful:
+        rows, tokens = (sorted(sizes)[-3:] for sizes in ({b.rows for b in wasteful}, {b.tokens for b in wasteful}))
+        lines.append(f"  try boundaries that fit: actor.advantage.compiled.buckets: {{rows: {rows}, tokens: {tokens}}}")
     return "\n".join(["Padding", *lines, *_more(d.batches, "batches")])
 
 
@@ -430,6 +438,11 @@ def _more(things: Sequence[Any], noun: str) -> list[str]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _number(x: float) -> str:
+    """Three digits, and never an exponent that hides how large it is."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def _which(rows: Sequence[int]) -> str:

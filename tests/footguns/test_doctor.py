@@ -53,7 +53,10 @@ WEIGHTED = {
     "discuont": 0.9,
     "rules": "strict",
     "gvpo_zero_penalty": 0.3,
-    "advantage": {"process_adv_shaping": {"implementation": "process_weighted"}},
+    "advantage": {
+        "process_adv_shaping": {"implementation": "process_weighted"},
+        "outcome_reward_shaping": {"implementation": "tests.footguns.override.not_declared"},
+    },
 }
 FLIPPED = rows("pgg", "pgg", rewards=[1, -1], logprobs=[[0, -1, -1]] * 2, token_rewards=[[0, 0.5, 1], [0, 0.25, 0]])
 
