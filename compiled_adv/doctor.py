@@ -389,7 +389,8 @@ def _rules(d: Diagnosis) -> str:
         if b.strict is not None:
             given = "with is_truncated given, it " if "strict" in b.refused else ""
             lines.append(f"  {where}{given}{b.strict.text}")
-    return "\n".join([f"What advantage.rules: {_other(d)} would change, all in all", *lines, *_more(d.batches, "batches")])
+    head = f"What advantage.rules: {_other(d)} would change, all in all"
+    return "\n".join([head, *lines, *_more(d.batches, "batches")])
 
 
 def _other(d: Diagnosis) -> str:
