@@ -1,20 +1,25 @@
 """Users' functions beside the built-in ones that do the same: the worked examples of README.md, compiled.
 
+    python -m perf.bench_plugins [256x4096]     # called in turns, as a table of ratios to the built-in cousin
+
 A row of the table is one function: as a part of the Program (auto), as it is between two segments (never), on the eager
 backend, and its built-in cousin. Each answer is compared with the eager one before it is timed.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 import compiled_adv
 from perf.measure import record
+from perf.ratios import interleave, ratio, shape
 from perf.shapes import GROUP, LADDERS, make_batch
 
 TOLERANCE = 1e-4  # of the answers, against 1 + |expected|
@@ -85,3 +90,29 @@ def test_plugin(benchmark: Any, name: str, way: str, request: pytest.FixtureRequ
     benchmark.group = f"{name} {rows}x{tokens}"
     facts = {"recipe": name, "rows": rows, "tokens": tokens, "difference": off}
     record(benchmark, lambda: compute(batch, meta), suite="plugin", contender=way, **facts)
+
+
+WAYS = ("require", "never", "eager")
+
+
+def row(name: str, rows: int, tokens: int, seconds: float = 4.0) -> str:
+    """One function, each way, against its cousin: medians of the ratio within a round."""
+    batch, meta = make_batch(rows, tokens, channels=EXAMPLES[name].channels)
+    computes = {way: built(name, way) for way in (*WAYS, "cousin")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", compiled_adv.AdvantageWarning)
+        for compute in computes.values():
+            compute(batch, meta)
+        times = interleave(
+            {way: (lambda c=compute: c(batch, meta)) for way, compute in computes.items()}, seconds=seconds
+        )
+    cells = [f"{ratio(times[way], times['cousin'])[0]:.2f}x" for way in WAYS]
+    return f"| {name} | {1e3 * sorted(times['cousin'])[len(times['cousin']) // 2]:.2f} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    size = shape(sys.argv[1] if len(sys.argv) > 1 else "256x4096")
+    print("| function | cousin, ms | in the Program | between segments | eager backend |\n|---|--:|--:|--:|--:|")
+    for each in EXAMPLES:
+        print(row(each, *size), flush=True)

@@ -132,23 +132,65 @@ def test_br_037_the_numbers_of_a_configuration_are_the_instances_own() -> None:
     assert len({tuple(x.flatten().tolist()) for x in results}) == 3
 
 
-LAMBDA = {"gae_lambda": "compiled_adv.gae.vapo_length_adaptive_gae"}
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo captures, as always, but its graphs run as they are: the limits and stale numbers are Dynamo's."""
+    monkeypatch.setattr("compiled_adv.inductor.compile_fx", lambda graph, inputs, **_: graph.forward)
 
 
-def test_br_037_the_numbers_of_a_lambda_function_are_the_instances_own(interpreted: list[str]) -> None:
-    for alpha in (0.4, 0.1, 0.9):
-        actor = PLAIN | LAMBDA | {"gae_lambda_kwargs": {"alpha": alpha}}
-        template = Template(actor, frozenset({"values"}))
-        assert_right(compiled_adv.build(configured(actor)), case_of(template, 6, 12, seed=2))
+# name -> the block that holds a number, for each value of it
+HOLDERS = {
+    **{
+        f"{name}({key})": lambda p, name=name, key=key: {
+            "gae_lambda": f"compiled_adv.gae.{name}",
+            "gae_lambda_kwargs": {key: p},
+        }
+        for name, key in (
+            ("vapo_length_adaptive_gae", "alpha"),
+            ("relative_position_gae_lambda", "q"),
+            ("constant_gae_lambda", "value"),
+        )
+    },
+    **{
+        f"gvpo({key})": lambda p, key=key: {
+            "advantage": {"process_adv_shaping": {"implementation": "gvpo", "kwargs": {key: p}}}
+        }
+        for key in ("negative_scale", "zero_penalty", "zero_eps")
+    },
+    "a user's function(factor)": lambda p: {
+        "advantage": {
+            "process_adv_shaping": {"implementation": "tests.contracts.table_plugins.safe", "kwargs": {"factor": p}}
+        }
+    },
+}
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_br_037_the_numbers_of_a_stage_are_the_instances_own(holder: str) -> None:
+    keys = frozenset({"values", "token_rewards"})
+    seen = []
+    for p in (0.4, 0.1, 0.9):
+        template = Template({"adv_norm": None, "kl_ctl": 0.0} | HOLDERS[holder](p), keys)
+        compute, case = compiled_adv.build(configured(template.actor)), case_of(template, 6, 12, seed=2)
+        assert_right(compute, case)
+        assert_right(compute, case)
+        seen.append(run(compute, case)[0]["advantages"])
+        assert compute.cache.info().fallbacks == 0
+    assert len({tuple(x.flatten().tolist()) for x in seen}) == 3, "the number must matter for this batch"
+
+
+@pytest.mark.usefixtures("captured")
+def test_br_037_the_numbers_of_a_call_reach_a_replacement_in_the_program() -> None:
+    chosen = {"compute": {"implementation": "tests.compiled.placed_plugins.gvpo_of_its_own"}}
+    template = Template({"advantage": chosen}, frozenset())
+    compute, case = compiled_adv.build(configured(template.actor)), case_of(template, 6, 12, seed=2)
+    for p in (0.4, 0.1, 0.9, 0.7):
+        assert_right(compute, case, advantage_shaping_mode="gvpo", gvpo_zero_penalty=p)
+    assert compute.cache.info().compiles == 1
 
 
 # ---- BR-038: shapes and numbers that change ----
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo captures, as always, but its graphs run as they are: the limits are Dynamo's."""
-    monkeypatch.setattr("compiled_adv.inductor.compile_fx", lambda graph, inputs, **_: graph.forward)
 
 
 SHAPES = [(rows, tokens) for rows in (1, 2, 3, 4) for tokens in (3, 9, 17)]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compiled.shared import GRPO, assert_same, built, case_of, configured, run
+import compiled_adv
+from tests.compiled.shared import GRPO, assert_right, assert_same, built, case_of, configured, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,6 +101,16 @@ def test_a_damaged_cache_is_rebuilt(cold, damage: str, tmp_path: Path):
     if damage == "everything cut off":
         found = finish(start(broken, tmp_path / "again.pt"))
         assert found["hit"] == 1, "what was rebuilt is kept"
+
+
+def test_a_cache_folder_that_another_process_wipes_is_filled_again(tmp_path: Path):
+    folder = tmp_path / "cache"
+    buckets = {"rows": [8], "tokens": [16, 32]}
+    compute = compiled_adv.build(configured(GRPO.actor, cache_dir=str(folder), buckets=buckets))
+    for tokens in (9, 20, 12):
+        assert_right(compute, case_of(GRPO, 5, tokens))
+        shutil.rmtree(folder, ignore_errors=True)
+    assert compute.cache.info().compiles == 2 and compute.cache.info().fallbacks == 0
 
 
 # ---- workers ----
