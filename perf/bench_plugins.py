@@ -95,7 +95,7 @@ def test_plugin(benchmark: Any, name: str, way: str, request: pytest.FixtureRequ
 WAYS = ("require", "never", "eager")
 
 
-def row(name: str, rows: int, tokens: int, seconds: float = 4.0) -> str:
+def row(name: str, rows: int, tokens: int, seconds: float = 3.0) -> str:
     """One function, each way, against its cousin: medians of the ratio within a round."""
     batch, meta = make_batch(rows, tokens, channels=EXAMPLES[name].channels)
     computes = {way: built(name, way) for way in (*WAYS, "cousin")}

@@ -3,14 +3,18 @@
     make soak
     python -m tests.soak.soak_compiled [calls, 2000] [seed, 0]
 
-Every call must give what the plain loops give; there may be no more compiles than buckets times programs; and memory
-may not grow. Ends with one line of figures, and exit code 1 where something is wrong.
+Every call must give what the plain loops give; there may be no more compiles than buckets times programs; memory may
+not grow; and a small batch after all of them must give the bits that it gives in a fresh process. Ends with one line of
+figures, and exit code 1 where something is wrong.
 """
 
 import os
 import random
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,13 +68,41 @@ def drawn_call(rng: random.Random, modes: list[str]) -> dict[str, Any]:
     }
 
 
-def main(calls: int = 2000, seed: int = 0) -> int:
-    torch.set_num_threads(1)
-    rng, start = random.Random(seed), time.time()
-    instances = {
+def built() -> dict[str, compiled_adv.Compute]:
+    return {
         name: compiled_adv.build(configured(template.actor, buckets=BUCKETS))
         for name, (template, _) in PROGRAMS.items()
     }
+
+
+def small_results(instances: dict[str, compiled_adv.Compute]) -> dict[str, torch.Tensor]:
+    """A small batch of every program and mode."""
+    results = {}
+    for name, (template, modes) in PROGRAMS.items():
+        for mode in modes:
+            case = fixed_case(template, random.Random(1), 2, 5, "rollouts")
+            got, _ = run(instances[name], case, advantage_shaping_mode=mode)
+            results |= {f"{name} {mode} {key}": x for key, x in got.items()}
+    return results
+
+
+def in_a_fresh_process() -> dict[str, torch.Tensor]:
+    script = "import sys, tests.soak.soak_compiled as soak; soak.save_small_results(sys.argv[1])"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "small.pt"
+        subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(file)], check=True, timeout=1200)
+        return torch.load(file)
+
+
+def save_small_results(file: str) -> None:
+    torch.set_num_threads(1)
+    torch.save(small_results(built()), file)
+
+
+def main(calls: int = 2000, seed: int = 0) -> int:
+    torch.set_num_threads(1)
+    rng, start = random.Random(seed), time.time()
+    instances = built()
     at_first = 0
     for i in range(calls):
         name = rng.choice(list(PROGRAMS))
@@ -91,10 +123,12 @@ def main(calls: int = 2000, seed: int = 0) -> int:
                 f"{i + 1} calls, {resident() >> 20} MiB, {POOL.held_bytes() >> 20} MiB of them in the pool", flush=True
             )
     grown = resident() - at_first
+    assert_same(small_results(instances), in_a_fresh_process())
     infos = [compute.cache.info() for compute in instances.values()]
     compiles, most = sum(info.compiles for info in infos), 6 * sum(len(modes) for _, modes in PROGRAMS.values())
     print(
-        f"{calls} calls in {time.time() - start:.0f} s, seed {seed}: results equal to reference; "
+        f"{calls} calls in {time.time() - start:.0f} s, seed {seed}: results equal to reference, "
+        "and at last to a fresh process; "
         f"{compiles} compiles, {most} allowed; second half grew by {grown / (1 << 20):.1f} MiB"
     )
     return int(compiles > most or grown > MOST_GROWTH)

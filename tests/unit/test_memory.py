@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_adv.memory import LEAST_BYTES, LINE, MOST_SIZES, PAGE, POOL, Pool
+from compiled_adv.memory import LEAST_BYTES, LINE, MOST_SETS, MOST_SIZES, PAGE, POOL, Pool, block_size
 
 SHAPE = (4, LEAST_BYTES // 16)  # the smallest that is pooled, as float32
 
@@ -155,10 +155,37 @@ def test_a_block_that_is_free_after_a_trim_is_lent_again():
 
 def test_the_sizes_asked_for_longest_ago_lose_their_blocks():
     pool = Pool()
-    sizes = [LEAST_BYTES + 64 * i for i in range(MOST_SIZES + 5)]
+    big = pool.empty((64 * LEAST_BYTES,), torch.bool)  # so much may be held
+    sizes = [LEAST_BYTES * (8 + i % 8) // 8 << i // 8 for i in range(MOST_SIZES + 5)]
     for size in sizes:
         pool.empty((size,), torch.bool)
     assert pool.held_bytes() == sum(sizes[-MOST_SIZES:])
+    del big
+
+
+def test_shapes_that_differ_little_share_blocks():
+    pool, places = Pool(), set()
+    for i in range(10):
+        x = lend(pool, shape=(SHAPE[0], SHAPE[1] + 100 * (i + 1)))
+        places.add(x.data_ptr())
+        del x
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("size", [LEAST_BYTES, LEAST_BYTES + 1, 3 * LEAST_BYTES, 10**9, 2**31 + 5])
+def test_a_block_is_an_eighth_larger_at_most(size: int):
+    assert size <= block_size(size) <= size * 9 / 8
+
+
+def test_batches_of_ever_other_shapes_hold_no_more_than_two_of_the_largest():
+    """As in training, where each batch is padded to its own longest row."""
+    pool, most = Pool(), 0
+    for tokens in (1, 9, 2, 14, 5, 12, 3, 7, 16, 4, 11):
+        batch = [pool.empty((SHAPE[0] * tokens, SHAPE[1]), torch.float32) for _ in range(6)]
+        most = max(most, sum(block_size(x.nbytes) for x in batch))
+        assert pool.held_bytes() <= MOST_SETS * most
+        del batch
+    assert pool.held_bytes() <= (MOST_SETS + 1) * most
 
 
 def test_a_block_of_a_forgotten_size_goes_back_to_the_system():
@@ -166,7 +193,7 @@ def test_a_block_of_a_forgotten_size_goes_back_to_the_system():
     old = lend(pool)
     block = weakref.ref(old.untyped_storage())
     for i in range(MOST_SIZES + 1):
-        pool.empty((LEAST_BYTES + 64 * (i + 1),), torch.bool)
+        pool.empty((LEAST_BYTES * (9 + i % 7) // 8 << i // 7,), torch.bool)
     before = pool.held_bytes()
     del old
     assert block() is None and pool.held_bytes() == before
