@@ -14,7 +14,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 import torch._dynamo.config
 from torch import Tensor, fx
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import counters
 from torch._inductor import lowering
 from torch._inductor.codecache import PyCodeCache
@@ -317,7 +318,7 @@ def capture(fn: Callable[..., dict[str, Any]], example: Sequence[Tensor], names:
     try:
         # A reason is given once, by us; and what is drawn here is not to change what the function draws later.
         drawn = torch.random.fork_rng([x.device for x in example[:1] if x.device.type == "cuda"])
-        with LOCK, _no_side_effects(), torch.no_grad(), drawn, warnings.catch_warnings():
+        with LOCK, _told(), torch.no_grad(), drawn, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = captured(*example)
     except Exception as error:
@@ -416,14 +417,26 @@ class _Tags(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def _no_side_effects() -> AbstractContextManager[Any]:
-    """Refuse to capture a function that changes Python objects outside itself, where this torch can tell."""
+@contextmanager
+def _told() -> Iterator[None]:
+    """While capturing: a function that changes Python objects outside itself is refused, and what depends on numbers
+    reaches the graph, where our marks find it."""
     config: Any = torch._dynamo.config
-    return (
-        config.patch(side_effect_replay_policy="error")
-        if hasattr(config, "side_effect_replay_policy")
-        else nullcontext()
-    )
+    replay = "side_effect_replay_policy"
+    with config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        if hasattr(config, replay):
+            with config.patch(**{replay: "error"}):
+                yield
+        else:  # torch before 2.11 replays such changes without a word
+            with patch.object(SideEffects, "codegen_update_mutated", _refuse_changes):
+                yield
+
+
+def _refuse_changes(effects: Any, _: Any) -> None:
+    changed = [x for x in effects._get_modified_vars() if type(x.mutation_type).__name__.endswith("MutationExisting")]
+    if changed:
+        names = ", ".join(sorted(str(x.source.name()) for x in changed))
+        raise NotCaptured(f"it changes what lies outside it: {names}", hint="return what is to be kept")
 
 
 def why_not(error: BaseException) -> NotCaptured:

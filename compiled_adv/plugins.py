@@ -134,6 +134,8 @@ class ProgramMeta(TrajBatchMeta):
     """Metadata inside a compiled Program: the prompt of each row [B] as a tensor, for a function of one prompt. Its
     lists, which change from batch to batch, cannot be read there."""
 
+    __dataclass_params__ = None  # torch before 2.11 builds what is marked as a frozen dataclass by its fields
+
     def __init__(self, prompt_B: Tensor | None, largest: int) -> None:
         object.__setattr__(self, "prompt_B", prompt_B)
         object.__setattr__(self, "largest", largest)
