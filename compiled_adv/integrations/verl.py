@@ -111,7 +111,7 @@ KNOWN = {
 def _token_gae(
     rewards_BT: Tensor, values_BT: Tensor | None, mask_BT: Tensor, gamma: float, lam: float, *, everywhere: bool = False
 ) -> Pair:
-    """verl's numbers belong to actions, a rollout's to tokens: one column of prompt in front moves the one to the other.
+    """verl's numbers belong to actions, a rollout's to tokens: a column of prompt in front makes one the other.
     Rewards of single tokens are process rewards of turns of one token each."""
     rows, tokens = rewards_BT.shape
     zeros_BT = rewards_BT.new_zeros(rows, tokens + 1, dtype=torch.float32)

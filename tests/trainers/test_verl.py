@@ -1,5 +1,5 @@
-"""verl's own compute_advantage on real DataProtos, in spawned processes that learn of us by environment variables alone;
-and what is refused, against verl's own module in this process."""
+"""verl's own compute_advantage on real DataProtos, in spawned processes that learn of us by environment variables; and
+what is refused, against verl's own module in this process."""
 
 from __future__ import annotations
 
