@@ -22,7 +22,6 @@ import areal_workers  # noqa: E402
 from areal.api.cli_args import PPOActorConfig, load_expr_config  # noqa: E402
 from areal.infra.rpc.serialization import serialize_value  # noqa: E402
 from areal.trainer.ppo.actor import PPOActor  # noqa: E402
-from areal.utils import logging  # noqa: E402
 from areal_cases import NAMES, actor_of, copied, differences, random_settings, random_trajectories  # noqa: E402
 
 from compiled_adv.errors import ConfigError, ConflictingSettings, InvalidValue, UnknownKey, UnsupportedTrainer  # noqa: E402
@@ -36,8 +35,6 @@ GROUPED = {"mean_level": "group", "std_level": "group", "group_size": 2}
 
 @pytest.fixture(autouse=True)
 def areal_as_installed() -> Iterator[None]:
-    for name in ("PPOActor", "CLIArgs"):
-        logging.getLogger(name).setLevel("ERROR")
     yield
     ours.disable()
 
