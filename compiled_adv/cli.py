@@ -186,6 +186,37 @@ def doctor(
 
 
 @app.command()
+def tune(
+    lengths: Annotated[Path, typer.Option(help="A JSON file of lengths or shapes, or a folder of rollouts.")],
+    max_buckets: Annotated[int, typer.Option(help="Row boundaries times token boundaries, at most.")],
+    out: Annotated[Path, typer.Option(help="The YAML file to write; it loads as `buckets:`.")],
+    config: ConfigOption = "default",
+    steps: Annotated[int, typer.Option(help="Steps that the time to compile is spread over.")] = 100_000,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Draw batches of so many prompts from a folder.")] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Rows that the largest bucket holds at least.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the largest bucket holds at least.")] = 1,
+    picture: Annotated[Path | None, typer.Option(help="HTML file of the picture; beside --out if left out.")] = None,
+) -> None:
+    """Pick bucket boundaries for a workload's lengths, by the cost of padding and compiling on this machine."""
+    from rich.console import Console
+
+    from compiled_adv import tune as tuner
+    from compiled_adv.page import write
+
+    with _one_message():
+        workload = tuner.read_lengths(lengths, prompts)
+        tuner.check(workload, max_buckets, steps)
+        cost = tuner.measure(_load(config, None), workload, steps)
+        tuning = tuner.tune(workload, cost, max_buckets, (max_rows, max_tokens))
+        drawn = out.with_suffix(".html") if picture is None else picture
+        page = tuner.picture(tuning)
+        write(out, tuner.as_yaml(tuning))
+        write(drawn, page)
+    Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110).print(tuner.table(tuning))
+    typer.echo(f"wrote {out} and {drawn}")
+
+
+@app.command()
 def dashboard(
     results: Annotated[list[Path], typer.Argument(metavar="RESULTS.json...", help="What make bench wrote.")],
     out: Annotated[Path, typer.Option(help="The folder for index.html.")],

@@ -41,9 +41,15 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def find(config: str | os.PathLike[str]) -> Path:
-    """The file that a path or a recipe's name means."""
-    known = recipes()
+def bucket_files() -> dict[str, Path]:
+    """The shipped bucket boundaries by name."""
+    folder = recipes()["default"].parent / "buckets"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find(config: str | os.PathLike[str], known: dict[str, Path] | None = None) -> Path:
+    """The file that a path or a shipped name means; `known`: the shipped ones, recipes if left out."""
+    known = recipes() if known is None else known
     if isinstance(config, str) and config in known:
         return known[config]
     path = Path(config)

@@ -101,12 +101,12 @@ class Boundaries(_Model):
 
 
 def _buckets(value: Any) -> Any:
-    """The boundaries, or a YAML file that holds them; `auto` is None."""
+    """The boundaries, or a YAML file or shipped name that holds them; `auto` is None."""
     if not isinstance(value, str):
         return value
     if value == "auto":
         return None
-    found = config_file.read(config_file.find(value))[0]
+    found = config_file.read(config_file.find(value, config_file.bucket_files()))[0]
     return found.get("buckets", found) if isinstance(found, Mapping) else found
 
 
