@@ -7,7 +7,7 @@
 # make soak   2,000 random batches through the compiled backend, against the plain loops (20 minutes)
 # make peers  set up .venv-peers: areal, verl and torchrl for the benchmarks (2.3 GB, a few minutes)
 # make test-trainers  the tests against the real trainers, in .venv-peers
-# make bench  time the small ladder into perf/results/bench.json, against the peers where .venv-peers is
+# make bench  time LADDER=small|medium|large, against the peers where .venv-peers is, into perf/dashboards/index.html
 SHELL := /bin/bash
 # The first interpreter that is new enough; override with make PYTHON=...
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -20,6 +20,7 @@ PEERS := .venv-peers/installed
 BENCH_BIN = $(if $(wildcard $(PEERS)),.venv-peers/bin,$(BIN))
 
 MINUTES ?= 30
+LADDER ?= small
 
 .PHONY: demo test test-long test-browser test-trainers lint fuzz soak peers bench
 
@@ -59,8 +60,9 @@ $(PEERS): perf/peers/requirements.txt perf/peers/install.sh
 
 bench: $(STAMP)
 	mkdir -p perf/results
-	OMP_NUM_THREADS=1 $(BENCH_BIN)/python -m pytest perf --ladder small --benchmark-max-time 0.5 \
-		--benchmark-json perf/results/bench.json
+	OMP_NUM_THREADS=1 $(BENCH_BIN)/python -m pytest perf --ladder $(LADDER) --benchmark-max-time 0.2 -q \
+		--benchmark-columns=median,iqr,rounds --benchmark-json perf/results/bench.json
+	$(BIN)/compiled-adv dashboard perf/results/bench.json --out perf/dashboards
 
 # The stamp is written last, so a set-up that was cut short is done again. torch goes first and by itself:
 # a CPU build of the pinned version then serves all that follows.
