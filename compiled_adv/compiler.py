@@ -120,20 +120,23 @@ class Compute:
         meta: Any = None,
         *,
         channels: Sequence[str] = OPTIONAL,
+        device: torch.device | str = "cpu",
         freeze: bool = False,
         progress: Callable[[list[Any]], Iterable[Any]] = iter,
     ) -> None:
         """Compile every declared bucket, or the example's own, for all per-call modes that this configuration allows.
 
         `example`: a batch whose keys say which optional channels will come, with its metadata; or name them in
-        `channels`. `freeze`: from then on a missing executable is an error, or runs eager by `on_missing`.
+        `channels`, and the batches' `device`. `freeze`: from then on a missing executable is an error, or runs eager by
+        `on_missing`.
         """
         self._frozen = False
         if self._backend() != "compiled":
             return
         optional = tuple(channels) if example is None else tuple(key for key, x in example.items() if x is not None)
         carried = read_keys(optional, self.spec, self._resolved)
-        device = next((x.device for x in (example or {}).values() if isinstance(x, Tensor)), torch.device("cpu"))
+        found = (x.device for x in (example or {}).values() if isinstance(x, Tensor))
+        device = next(found, None) or torch.empty(0, device=device).device  # with its index
         mopd = MOPD in optional
         data, meta = blank_rollout(optional, self._reader) if example is None else ({**example}, as_meta(meta))
         whole = self._resolved.compute is not None

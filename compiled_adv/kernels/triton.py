@@ -349,9 +349,9 @@ def _moments_chain(parts, n_out, mean_out, m2_out, BLOCKS: tl.constexpr):
 
 def _row_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = x.shape
-    out = x.new_zeros(rows, dtype=F64), x.new_zeros(rows, dtype=F64), x.new_zeros(rows, dtype=F64)
     if rows * width == 0:
-        return out
+        return x.new_zeros(rows, dtype=F64), x.new_zeros(rows, dtype=F64), x.new_zeros(rows, dtype=F64)
+    out = x.new_empty(rows, dtype=F64), x.new_empty(rows, dtype=F64), x.new_empty(rows, dtype=F64)
     x, mask, blocks = _rows(x), _rows(mask), triton.cdiv(width, BLOCK)
     parts = x.new_empty((rows, blocks, 3), dtype=F64)
     wrap_triton(_moments_blocks)[(rows, blocks)](

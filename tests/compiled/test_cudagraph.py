@@ -10,9 +10,12 @@ import torch
 
 import compiled_adv
 from compiled_adv import cudagraph
+from compiled_adv.admit import admit, admit_call
 from compiled_adv.bucket import Bucket
+from compiled_adv.channel import HOST
 from compiled_adv.cudagraph import WARM_UP, Buffer, Device, Graph, NotGraphed
 from compiled_adv.errors import NotCapturable, UnknownName
+from compiled_adv.inductor import settings_of
 from tests.compiled.fake_cuda import FakeCuda
 from tests.compiled.shared import CRITIC, GRPO, TURNS, assert_right, assert_same, case_of, configured, run, together
 
@@ -253,3 +256,46 @@ def test_yaml_words_are_settings(word, setting):
 def test_another_word_is_no_setting():
     with pytest.raises(UnknownName):
         compiled_adv.build({"advantage": {"compiled": {"cuda_graphs": "always"}}})
+
+
+# ---- what comes before a graph ----
+
+
+@pytest.fixture
+def numberless(monkeypatch):
+    """Tensors on torch's device without numbers count as any other: whoever looks at one raises."""
+    monkeypatch.setattr("compiled_adv.admit.check_tensor", lambda *_: None)
+
+
+def admitted(template, **dtypes):
+    case = case_of(template, 8, 16)
+    compute = compiled_adv.build(configured(template.actor))
+    batch = {
+        key: x.to("meta", dtypes.get(key, x.dtype)) for key, x in case.batch.items() if isinstance(x, torch.Tensor)
+    }
+    spec, resolved = compute.spec, compute._resolved
+    return admit(batch, case.meta, admit_call({}, spec, resolved), spec, resolved)
+
+
+@pytest.mark.parametrize("template", [GRPO, CRITIC, TURNS], ids=["grpo", "critic", "turns"])
+def test_a_batch_on_a_gpu_is_admitted_without_a_look_at_its_numbers(template, numberless):
+    found = admitted(template, attention_mask=torch.int64, loss_mask=torch.bfloat16, values=torch.bfloat16)
+    assert {name for name, x in found.channels.items() if x.device.type == "cpu"} == {*HOST}
+    assert len(found.late) == 2  # the attention mask is binary, the loss mask finite
+
+
+@pytest.mark.parametrize("read", ["with the flags", "by themselves"])
+def test_what_was_left_to_check_is_refused_by_name(read, numberless):
+    found = admitted(GRPO)
+    rows = torch.tensor([False, True, False, True])
+    error = compiled_adv.errors.BadMask("what", at="batch['attention_mask']", hint="how")
+    found.late[:] = [(error, torch.zeros(4, dtype=torch.bool)), (error, rows)]
+    given = torch.stack([x for _, x in found.late]) if read == "with the flags" else None
+    with pytest.raises(compiled_adv.errors.BadMask, match=r"(?s)attention_mask.*rows \[1, 3\].*how"):
+        found.raise_late(given)
+    found.raise_late()  # once
+
+
+def test_nothing_in_a_program_for_a_gpu_asserts_on_the_device():
+    assert settings_of(torch.device("cuda"))["assert_indirect_indexing"] is False
+    assert "assert_indirect_indexing" not in settings_of(torch.device("cpu"))
