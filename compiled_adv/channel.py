@@ -73,6 +73,23 @@ OUTPUTS = (
     "is_truncated",
 )
 
+# What compute.stats() says of a batch, in the order of the `stats` channel. The docstring there says what each is.
+STATS = (
+    "rows",
+    "tokens",
+    "groups",
+    "groups/zero_spread",
+    "truncated",
+    "padding",
+    *(f"reward/{name}" for name in ("mean", "std", "min", "max")),
+    *(f"advantage/{name}" for name in ("mean", "std", "min", "max")),
+    *(f"response_length/{name}" for name in ("mean", "std", "min", "max")),
+    "kl/mean",
+    "values/explained_variance",
+    "process/flipped",
+    "process/cleared",
+)
+
 
 def base(version: str) -> str:
     """The channel of a version: `rewards.1` -> `rewards`."""

@@ -19,9 +19,11 @@ except ModuleNotFoundError:
     raise SystemExit(2) from None
 
 import compiled_adv
-from compiled_adv import config_file
+from compiled_adv import config_file, sheet
 from compiled_adv.channel import OPTIONAL
-from compiled_adv.errors import AdvantageWarning, CompiledAdvError, FileError, UnknownName, suggest
+from compiled_adv.errors import AdvantageWarning, CompiledAdvError, FileError, OutputExists, UnknownName, suggest
+from compiled_adv.report import batch_of
+from compiled_adv.report import report as report_page
 from compiled_adv.rollouts import EMBEDDED, find_rollouts, plan_results, read_groups, write_group
 from compiled_adv.spec import Spec
 from compiled_adv.summary import result_table, summarise
@@ -48,9 +50,11 @@ def _one_message() -> Iterator[None]:
 
 def _load(config: str, backend: Backend | None) -> Spec:
     spec = compiled_adv.load_config(config)
-    if backend is None:
-        return spec
-    return spec.model_copy(update={"advantage": spec.advantage.model_copy(update={"backend": backend})})
+    return spec if backend is None else _with(spec, backend=backend)
+
+
+def _with(spec: Spec, **changed: Any) -> Spec:
+    return spec.model_copy(update={"advantage": spec.advantage.model_copy(update=changed)})
 
 
 @app.command()
@@ -61,6 +65,7 @@ def run(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="A folder for one result file per group; none if left out.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an --out that is not empty.")] = False,
+    report: Annotated[Path | None, typer.Option(help="An HTML page about the batches, as a file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     backend: BackendOption = None,
 ) -> None:
@@ -73,9 +78,13 @@ def run(
         root = EMBEDDED if rollouts is None else rollouts
         folders = find_rollouts(root)
         results = [] if out is None else plan_results(out, root, folders, overwrite=overwrite)
+        if report is not None and report.exists() and not overwrite:
+            raise OutputExists(f"{report} is there already", hint="another --report, or --overwrite")
         spec = _load(config, backend)
+        if report is not None:
+            spec = _with(spec, stats=True)
         compute = compiled_adv.build(spec)
-        summaries, groups = [], []
+        summaries, groups, reported = [], [], []
         terminal = Console(stderr=True)
         with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
             bar = progress.add_task("", total=sum(map(len, folders.values())) + len(results))
@@ -98,11 +107,16 @@ def run(
                 summaries.append(
                     summarise(name, batch, output, groups=len(paths), seconds=seconds, warnings=compute.last_warnings)
                 )
+                if report is not None:
+                    reported.append(batch_of(name, compute, output, meta, [path.stem for path in paths]))
                 if results:
                     groups += compiled_adv.split_batch(output, meta)
             # Only now, so that bad input in a later folder leaves nothing behind.
+            drawn = "" if report is None else report_page(reported, compute)
             for path, group in zip(step(results, "writing"), groups, strict=True):
                 write_group(path, group)
+            if report is not None:
+                sheet.write(report, drawn)
         if json:
             facts = {"backend": spec.advantage.backend, "batches": [summary.as_dict() for summary in summaries]}
             typer.echo(jsonlib.dumps(facts, indent=1))

@@ -32,6 +32,7 @@ from compiled_adv.stages.checks import (
     UniformTurns,
     WeightRange,
 )
+from compiled_adv.stages.diagnostics import AdvantageSums, BatchStats, KLSums, ShapingSums, ValueSums
 from compiled_adv.stages.estimator import (
     AlignTurnIds,
     BootstrapValues,
@@ -159,6 +160,7 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
     wiring = Wiring(sorted(inputs), STRICT if spec.advantage.rules == "strict" else {})
     add, newest = wiring.add, wiring.newest
     outputs: dict[str, str] = {}
+    measured = spec.advantage.stats  # each sum beside what writes its channel: far apart, a compiler fuses nothing
 
     add(Lengths())
     own_mask = newest["loss_mask"]
@@ -208,6 +210,8 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
         outputs["ref_logp"] = newest["ref_logp"]
     add(KLRewards(spec.kl_ctl, spec.kl_estimator))
     outputs["kl_rewards"] = newest["kl_rewards"]
+    if measured and wiring.has("ref_logp"):
+        add(KLSums(spec.kl_estimator))
     add(KLInAdvantage())
 
     add(PlaceOutcome(spec.mask_no_eos_with_zero))
@@ -224,6 +228,8 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
         add(BootstrapValues())
     _estimate(wiring, spec, resolved)
     outputs |= {name: newest[name] for name in ("returns", "tot_rewards")}
+    if measured and wiring.has("values"):
+        add(ValueSums())
 
     if spec.adv_norm is not None:
         add(RowGroups(spec.adv_norm.group_size if by_group(spec.adv_norm) else 1))
@@ -231,9 +237,18 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
         _moments(wiring, spec.adv_norm, SingleRollouts())
         add(AdvantageScale(spec.adv_norm))
         add(AdvNorm())
+    unshaped = newest["advantages"]
     _shape(wiring, spec, resolved, mode)
     outputs["advantages"] = newest["advantages"]
+    if measured:
+        add(AdvantageSums())
+        if newest["advantages"] != unshaped:
+            add(ShapingSums(), unshaped=unshaped)
     add(FiniteResult())
+    if measured:
+        sizes = [norm.group_size for norm in (spec.reward_norm, spec.adv_norm) if norm is not None and by_group(norm)]
+        add(BatchStats(sizes[0] if sizes else 1), rewards=outputs["rewards"])
+        outputs["stats"] = newest["stats"]
     return Pipeline(tuple(wiring.nodes), wiring.inputs, tuple(outputs.items()))
 
 

@@ -22,6 +22,7 @@ from compiled_adv import gae
 from compiled_adv.advantage import OutcomeRewardInputs, ProcessAdvantageInputs
 from compiled_adv.advantage_algorithms import TemporalInputs
 from compiled_adv.batch import covers
+from compiled_adv.channel import STATS
 
 if TYPE_CHECKING:
     from compiled_adv.admit import Call
@@ -96,13 +97,20 @@ class Oracle:
         kl_rewards_BT = self.kl_rewards(logprobs["logprobs"], logprobs.get("ref_logp"))
         kl_BT = self.without_last_token(kl_rewards_BT)
         estimated = self.estimate(outcome_BT, kl_BT, folded_BT, values_BT, turn_ids_BT)
-        advantages_BT = self.normalise_advantages(estimated["advantages"])
-        advantages_BT = self.shape_advantages(advantages_BT, direct_BT)
+        unshaped_BT = self.normalise_advantages(estimated["advantages"])
+        advantages_BT = self.shape_advantages(unshaped_BT, direct_BT)
 
         channels = estimated | logprobs | {"advantages": advantages_BT, "kl_rewards": kl_rewards_BT}
         result = {name: self.tensor(x_BT) for name, x_BT in channels.items()}
         result["loss_mask"] = self.tensor(self.mask_BT)
         result["is_truncated"] = self.tensor(self.truncated_B, torch.bool)
+        if self.spec.advantage.stats:
+            shaped = direct_BT is not None or not isinstance(self.process, str)
+            found = self.measure_rows(numbers(rewards)) | self.measure_advantages(numbers(result["advantages"]))
+            found |= self.measure_shaping(unshaped_BT, numbers(result["advantages"])) if shaped else {}
+            found |= self.measure_values(numbers(result["returns"]), values_BT)
+            found |= self.measure_kl(logprobs["logprobs"], logprobs.get("ref_logp"))
+            result["stats"] = self.tensor([found.get(name, math.nan) for name in STATS], torch.float64)
         return result | {"rewards": rewards}
 
     # -- small helpers ------------------------------------------------------------------------------------------------
@@ -540,6 +548,58 @@ class Oracle:
             return advantage * (1 + kwargs.get("negative_scale", self.call.gvpo_negative_scale))
         return -kwargs.get("zero_penalty", self.call.gvpo_zero_penalty)
 
+    # -- what compute.stats() says of the batch ------------------------------------------------------------------------
+
+    def measure_rows(self, rewards_B: Column) -> dict[str, float]:
+        found = {"rows": float(self.n_rows), "truncated": sum(self.truncated_B) / self.n_rows}
+        found["padding"] = 1 - sum(self.length_B) / (self.n_rows * self.n_columns)
+        found |= summary("reward", rewards_B) | summary("response_length", [float(len(t)) for t in self.active_BT])
+        meta, norms = self.meta, (self.spec.reward_norm, self.spec.adv_norm)
+        sizes = [norm.group_size for norm in norms if norm is not None and by_group(norm)]
+        if meta is not None and covers(meta.traj_group_sizes, self.n_rows):
+            group_B = [i for i, size in enumerate(meta.traj_group_sizes) for _ in range(size)]
+        else:
+            group_B = [b // (sizes[0] if sizes else 1) for b in range(self.n_rows)]
+        voices: dict[int, Column] = {}
+        for member in self.members():
+            reference = member.reference
+            voices.setdefault(group_B[member.rows[0]], []).append(
+                rewards_B[member.rows[0]] if reference is None else float32(reference)
+            )
+        several = [scores for scores in voices.values() if len(scores) > 1]
+        if several:
+            found["groups/zero_spread"] = sum(min(scores) == max(scores) for scores in several) / len(several)
+        return found | {"groups": float(len(several))}
+
+    def measure_advantages(self, advantages_BT: Grid) -> dict[str, float]:
+        active = self.on_active(advantages_BT)
+        return {"tokens": float(len(active))} | summary("advantage", active)
+
+    def measure_shaping(self, unshaped_BT: Grid, advantages_BT: Grid) -> dict[str, float]:
+        pairs = [*zip(map(float32, self.on_active(unshaped_BT)), self.on_active(advantages_BT))]
+        if not pairs:
+            return {}
+        flipped, cleared = sum(x * y < 0 for x, y in pairs), sum(x != 0 and y == 0 for x, y in pairs)
+        return {"process/flipped": flipped / len(pairs), "process/cleared": cleared / len(pairs)}
+
+    def measure_values(self, returns_BT: Grid, values_BT: Grid) -> dict[str, float]:
+        returns = self.on_active(returns_BT)
+        if self.data.get("values") is None or not returns or min(returns) == max(returns):
+            return {}
+        missed = [x - value for x, value in zip(returns, self.on_active(values_BT))]
+        spread, of = summary("missed", missed)["missed/std"], summary("returns", returns)["returns/std"]
+        return {"values/explained_variance": 1 - (spread / of) ** 2}
+
+    def measure_kl(self, logprobs_BT: Grid, ref_logp_BT: Grid | None) -> dict[str, float]:
+        if ref_logp_BT is None or not any(self.active_BT):
+            return {}
+        pairs = zip(self.on_active(logprobs_BT), self.on_active(ref_logp_BT))
+        kl = [min(max(divergence(self.spec.kl_estimator, x - y), -10.0), 10.0) for x, y in pairs]
+        return {"kl/mean": sum(kl) / len(kl)}
+
+    def on_active(self, x_BT: Grid) -> Column:
+        return [x_BT[b][t] for b, active_T in enumerate(self.active_BT) for t in active_T]
+
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -555,6 +615,14 @@ def float32(x: float) -> float:
 
 def add(*channels_BT: Grid) -> Grid:
     return [[sum(cell) for cell in zip(*rows)] for rows in zip(*channels_BT)]
+
+
+def summary(name: str, values: Column) -> dict[str, float]:
+    if not values:
+        return {}
+    mean = sum(values) / len(values)
+    std = math.sqrt(sum((x - mean) ** 2 for x in values) / len(values))
+    return {f"{name}/mean": mean, f"{name}/std": std, f"{name}/min": min(values), f"{name}/max": max(values)}
 
 
 def divide(x: float, y: float) -> float:

@@ -185,6 +185,7 @@ class Advantage(_Model):
     backend: Literal["reference", "eager", "compiled"] = "compiled"
     compiled: Compiled = Compiled()
     shadow: Annotated[Shadow | None, BeforeValidator(_a_mapping)] = None
+    stats: bool = False
 
 
 @dataclass(frozen=True)

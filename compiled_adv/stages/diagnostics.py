@@ -1,0 +1,159 @@
+"""Takes what a batch was and what came of it; gives the numbers of `compute.stats()`, float64 in the order of STATS.
+
+Sums per row stand beside the stages that write their channels, so that a compiler makes them in the same pass over
+memory; BatchStats merges them over rows in row order. Nothing else reads them. What cannot be measured is NaN.
+"""
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from compiled_adv import kernels
+from compiled_adv.channel import STATS
+from compiled_adv.stage import Stage
+from compiled_adv.stages.kl_rewards import LIMIT, KLRewards
+from compiled_adv.stages.reward_norm import Score, Units
+from compiled_adv.stages.select import clean, fact, select
+
+INF = float("inf")
+
+
+def row_moments(x_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As kernels.row_moments; in a compiled graph as sums that fuse with what writes x, exact but for 1e-12."""
+    if not is_compiling():
+        return kernels.row_moments(x_BT, mask_BT)
+    n_B = mask_BT.sum(1).to(torch.float64)  # whole numbers: exact in any order
+    # each from the start: what two sums read would be written to memory
+    sum_B = select(mask_BT, x_BT).sum(1, dtype=torch.float64)
+    squares_B = select(mask_BT, x_BT).to(torch.float64).square().sum(1)
+    mean_B = sum_B / n_B.clamp(min=1)
+    m2_B = squares_B - sum_B * mean_B
+    return n_B, mean_B, torch.where(m2_B > 1e-12 * squares_B, m2_B, 0.0)
+
+
+class AdvantageSums(Stage):
+    """Count, moments, smallest and largest of each row's active advantages."""
+
+    slot = "actor.advantage.stats"
+    reads = ("advantages", "loss_mask")
+    writes = ("active", "advantage_mean", "advantage_m2", "advantage_min", "advantage_max")
+
+    def forward(self, advantages_BT, mask_BT):
+        least_B = torch.where(mask_BT > 0, advantages_BT, INF).amin(1)
+        most_B = torch.where(mask_BT > 0, advantages_BT, -INF).amax(1)
+        return *row_moments(advantages_BT, mask_BT), least_B, most_B
+
+
+class ShapingSums(Stage):
+    """Active tokens of each row whose advantage process shaping turned over, and made 0."""
+
+    slot = "actor.advantage.stats"
+    reads = ("unshaped", "advantages", "loss_mask")
+    writes = ("flipped", "cleared")
+
+    def forward(self, unshaped_BT, advantages_BT, mask_BT):
+        flipped_BT = (unshaped_BT > 0) & (advantages_BT < 0) | (unshaped_BT < 0) & (advantages_BT > 0)
+        cleared_BT = (unshaped_BT != 0) & (advantages_BT == 0)
+        active_BT = mask_BT > 0
+        return tuple((x_BT & active_BT).sum(1, dtype=torch.int32) for x_BT in (flipped_BT, cleared_BT))
+
+
+class ValueSums(Stage):
+    """Moments of each row's returns, and of what its values miss of them."""
+
+    slot = "actor.advantage.stats"
+    reads = ("returns", "values", "loss_mask")
+    writes = ("return_mean", "return_m2", "missed_mean", "missed_m2")
+
+    def forward(self, returns_BT, values_BT, mask_BT):
+        missed_BT = returns_BT - clean(values_BT)
+        return *row_moments(returns_BT, mask_BT)[1:], *row_moments(missed_BT, mask_BT)[1:]
+
+
+class KLSums(Stage):
+    """Sum of each row's divergence from the reference, limited as in the penalty but without its weight."""
+
+    slot = "actor.advantage.stats"
+    reads = ("logprobs", "ref_logp", "loss_mask")
+    writes = ("kl_sum",)
+
+    estimator: str
+
+    def forward(self, logprobs_BT, ref_logp_BT, mask_BT):
+        kl_BT = KLRewards(1.0, self.estimator).divergence(logprobs_BT, ref_logp_BT).clamp(-LIMIT, LIMIT)
+        return select(mask_BT, kl_BT).sum(1, dtype=torch.float64)
+
+
+class BatchStats(Stage):
+    """All of STATS. Groups are those of the metadata, else slices of `group_size` rows."""
+
+    slot = "actor.advantage.stats"
+    mixes_rows = True
+    reads = (
+        *("rewards", "references", "member_of_row", "first_row", "group_of_row", "facts", "is_truncated", "lengths"),
+        *AdvantageSums.writes,
+        *(f"{name}?" for name in ShapingSums.writes + ValueSums.writes + KLSums.writes),
+    )
+    writes = ("stats",)
+
+    group_size: int
+
+    def forward(self, *channels):
+        it = dict(zip((name.removesuffix("?") for name in self.reads), channels, strict=True))
+        rows, tokens = (fact(it["facts"], name).to(torch.float64) for name in ("rows", "tokens"))
+        n_B = it["active"]
+        real_B = torch.arange(len(n_B), device=n_B.device) < rows
+        one_B, zeros_B = real_B.to(torch.float64), torch.zeros_like(n_B)
+        n, mean, m2 = whole(n_B, it["advantage_mean"], it["advantage_m2"])
+        found = {
+            "rows": rows,
+            "tokens": n,
+            "truncated": (real_B & (it["is_truncated"] > 0)).sum() / rows,
+            "padding": 1 - torch.where(real_B, it["lengths"], 0).sum() / (rows * tokens),
+            "advantage/mean": some(mean, n),
+            "advantage/std": (m2 / n).sqrt(),
+            "advantage/min": some(it["advantage_min"].amin(), n),
+            "advantage/max": some(it["advantage_max"].amax(), n),
+        }
+        found |= self.groups(it, real_B)
+        for name, x_B in (("reward", it["rewards"].to(torch.float64)), ("response_length", n_B)):
+            _, mean, m2 = whole(one_B, x_B, zeros_B)
+            found |= {f"{name}/mean": mean, f"{name}/std": (m2 / rows).sqrt()}
+            found |= {f"{name}/min": torch.where(real_B, x_B, INF).amin()}
+            found |= {f"{name}/max": torch.where(real_B, x_B, -INF).amax()}
+        for name in ShapingSums.writes:
+            if it[name] is not None:
+                found[f"process/{name}"] = it[name].sum() / n
+        if it["kl_sum"] is not None:
+            found["kl/mean"] = whole(one_B, it["kl_sum"], zeros_B)[1] * rows / n
+        if it["return_m2"] is not None:
+            m2, missed = (whole(n_B, it[f"{of}_mean"], it[f"{of}_m2"])[2] for of in ("return", "missed"))
+            found["values/explained_variance"] = 1 - missed / torch.where(m2 > 0, m2, float("nan"))
+        nothing = torch.full_like(rows, float("nan"))
+        # of three dims, so that nobody takes it for numbers of rows or tokens
+        return torch.stack([found.get(name, nothing).to(torch.float64) for name in STATS])[None, None]
+
+    def groups(self, it, real_B):
+        """How many groups of several rollouts, and the share of them in which all rewards are equal."""
+        order_B = torch.arange(len(real_B), device=real_B.device)
+        group_B = torch.where(fact(it["facts"], "groups_given") > 0, it["group_of_row"], order_B // self.group_size)
+        units = ("rewards", "references", "member_of_row", "first_row")
+        group_B = torch.where(real_B, group_B, -1)
+        cells = Units(Score(0.0, 1.0, INF), False).forward(
+            *(it[name] for name in units), group_B, it["is_truncated"], it["facts"]
+        )
+        n_G, _, m2_G = kernels.merge_moments(*cells[:4])
+        several = (n_G > 1).sum()
+        return {"groups": several, "groups/zero_spread": ((n_G > 1) & (m2_G == 0)).sum() / several}
+
+
+def whole(n_B: Tensor, mean_B: Tensor, m2_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of all rows, merged in row order."""
+    part_B = torch.zeros(n_B.shape, dtype=torch.int64, device=n_B.device)
+    n, mean, m2 = (x_B[0] for x_B in kernels.merge_moments(n_B, mean_B, m2_B, part_B))
+    return n, mean, m2
+
+
+def some(x: Tensor, n: Tensor) -> Tensor:
+    """NaN where nothing was counted."""
+    return torch.where(n > 0, x, float("nan"))
