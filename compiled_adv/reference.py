@@ -584,11 +584,12 @@ class Oracle:
 
     def measure_values(self, returns_BT: Grid, values_BT: Grid) -> dict[str, float]:
         returns = self.on_active(returns_BT)
-        if self.data.get("values") is None or not returns or min(returns) == max(returns):
+        if self.data.get("values") is None or not returns:
             return {}
         missed = [x - value for x, value in zip(returns, self.on_active(values_BT))]
         spread, of = summary("missed", missed)["missed/std"], summary("returns", returns)["returns/std"]
-        return {"values/explained_variance": 1 - (spread / of) ** 2}
+        varies = of > 1e-6 * spread  # less is the rounding of equal returns
+        return {"values/explained_variance": 1 - (spread / of) ** 2} if varies else {}
 
     def measure_kl(self, logprobs_BT: Grid, ref_logp_BT: Grid | None) -> dict[str, float]:
         if ref_logp_BT is None or not any(self.active_BT):

@@ -128,7 +128,8 @@ class BatchStats(Stage):
             found["kl/mean"] = whole(one_B, it["kl_sum"], zeros_B)[1] * rows / n
         if it["return_m2"] is not None:
             m2, missed = (whole(n_B, it[f"{of}_mean"], it[f"{of}_m2"])[2] for of in ("return", "missed"))
-            found["values/explained_variance"] = 1 - missed / torch.where(m2 > 0, m2, float("nan"))
+            varies = m2 > 1e-12 * missed  # less is the rounding of equal returns
+            found["values/explained_variance"] = torch.where(varies, 1 - missed / m2, float("nan"))
         nothing = torch.full_like(rows, float("nan"))
         # of three dims, so that nobody takes it for numbers of rows or tokens
         return torch.stack([found.get(name, nothing).to(torch.float64) for name in STATS])[None, None]

@@ -30,7 +30,7 @@ def batch(**changed):
         "values": torch.where(valid_BT, noise_BT / 3, 0.0),
         "rewards": torch.tensor([1.0, 0.0, 0.5, 0.5]),
         "is_truncated": torch.tensor([False, False, True, False]),
-        "token_rewards": torch.where(generated_BT, torch.tensor([[0.5], [-0.5], [0.0], [-0.2]]), 0.0),
+        "token_rewards": torch.where(generated_BT, torch.tensor([[-0.5], [0.5], [-0.5], [-0.2]]), 0.0),
     } | changed
 
 
@@ -120,8 +120,10 @@ def test_rows_without_a_generated_token_leave_nothing_to_divide_by(backend):
     assert found["tokens"] == 0 and math.isnan(found["advantage/mean"]) and math.isnan(found["advantage/max"])
 
 
-def test_equal_returns_explain_nothing():
-    found, _ = stats_of("eager", batch(rewards=torch.full((4,), 0.1)), actor={"kl_ctl": 0.0, "adv_norm": None})
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_where_returns_are_equal_there_is_nothing_to_explain(backend):
+    equal = batch(rewards=torch.full((4,), 0.1), is_truncated=torch.zeros(4, dtype=torch.bool))
+    found, _ = stats_of(backend, equal, actor={"kl_ctl": 0.0, "adv_norm": None, "reward_norm": None})
     assert math.isnan(found["values/explained_variance"])
 
 

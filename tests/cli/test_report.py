@@ -1,0 +1,84 @@
+"""`run --report` and report.write: one page about what was computed, whatever the batch holds. Seen in a browser by
+tests/browser/test_report.py."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import compiled_adv
+from compiled_adv import report
+from compiled_adv.errors import CompiledAdvError, OutputFailed
+from tests.cli.conftest import prompt
+
+EVIL = "<script>alert(1)</script>"
+
+
+def compute(**advantage):
+    actor = {"reward_norm": {"mean_level": "group", "group_size": 2}}
+    actor["advantage"] = {"backend": "eager", "stats": True, **advantage}
+    return compiled_adv.build({"actor": actor})
+
+
+def test_run_writes_a_page_with_a_section_for_each_batch(rollouts, shell, tmp_path):
+    page = tmp_path / "page.html"
+    result = shell("run", "--backend", "eager", "--rollouts", rollouts, "--report", page)
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert all(part in text for part in ("mean reward", "group_001", "Advantages by token", "Pipeline"))
+
+
+def test_a_report_that_is_there_is_kept_unless_it_may_be_overwritten(rollouts, shell, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("mine")
+    words = ("run", "--backend", "eager", "--rollouts", rollouts, "--report", page)
+    assert shell(*words).exit_code == 2 and page.read_text() == "mine"
+    assert shell(*words, "--overwrite").exit_code == 0 and page.read_text() != "mine"
+
+
+def test_bad_input_leaves_no_report(rollouts, shell, tmp_path):
+    save_file({"input_ids": torch.zeros(1, 2)}, rollouts / "group_002.safetensors")
+    page = tmp_path / "page.html"
+    assert shell("run", "--backend", "eager", "--rollouts", rollouts, "--report", page).exit_code == 2
+    assert not page.exists()
+
+
+def test_names_and_texts_of_others_stay_text(tmp_path):
+    page = tmp_path / "page.html"
+    save_file(prompt(2, 6, 0.0), tmp_path / f"{EVIL.replace('/', '')}.safetensors")
+    report.write(page, compute(), prompt(2, 6, 0.0), decode=lambda ids: f"{EVIL}\u202e\ud800")
+    text = page.read_text()
+    assert EVIL not in text and "&lt;script&gt;" in text and "\u202e" not in text
+
+
+def test_write_gives_what_compute_gives_and_warns_of_nothing_on_the_side(tmp_path, recwarn):
+    batch = prompt(2, 6, 0.0)
+    out = report.write(tmp_path / "page.html", compute(), batch)
+    assert torch.equal(out["advantages"], compute()(batch)["advantages"])
+
+
+def test_a_page_does_not_grow_with_its_batch(tmp_path):
+    sizes = []
+    for rows in (64, 512):
+        each = prompt(2, 600, 0.0)
+        batch = {key: x.repeat(rows // 2, *[1] * (x.ndim - 1)) for key, x in each.items()}
+        meta = {"n_trajs": rows // 2, "traj_group_sizes": [2] * (rows // 2), "traj_seqlens": [600] * (rows // 2)}
+        report.write(tmp_path / f"{rows}.html", compute(), batch, meta | {"rollout_groups": None})
+        sizes.append((tmp_path / f"{rows}.html").stat().st_size)
+    assert sizes[1] < sizes[0] + 50_000
+
+
+@pytest.mark.parametrize("change", [{"loss_mask": torch.zeros(2, 6, dtype=torch.int64)}, {"values": None}])
+def test_what_a_batch_lacks_is_left_blank(tmp_path, change):
+    report.write(tmp_path / "page.html", compute(), prompt(2, 6, 0.0) | change)
+    assert "–" in (tmp_path / "page.html").read_text()
+
+
+def test_without_measurements_the_page_is_written_all_the_same(tmp_path):
+    report.write(tmp_path / "page.html", compute(stats=False), prompt(2, 6, 0.0))
+    assert "Advantages by token" in (tmp_path / "page.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_is_one_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises((OutputFailed, CompiledAdvError)):
+        report.write(tmp_path / "file" / "page.html", compute(), prompt(2, 6, 0.0))
