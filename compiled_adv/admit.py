@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from types import MappingProxyType, NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from compiled_adv.pipeline import by_group
 from compiled_adv.resolve import BUILT_IN, Resolved
 from compiled_adv.scalars import is_finite
 from compiled_adv.spec import Spec
+
+if TYPE_CHECKING:
+    from compiled_adv.distributed import Meeting
 
 REQUIRED = ("input_ids", "attention_mask", "loss_mask", "rewards", "logprobs")
 MASKS = ("loss_mask", "is_truncated")
@@ -73,6 +76,7 @@ class Admitted:
     answers: dict[str, Sequence[Tensor]] = field(default_factory=dict)
     # Refusals of a batch on a GPU, and the rows they are about, bool [B]: read where its flags are, not here.
     late: list[tuple[BatchError, Tensor]] = field(default_factory=list)
+    meeting: "Meeting | None" = None  # of the ranks that compute this call together
 
     def raise_late(self, found: Tensor | None = None) -> None:
         """The first refusal that holds for a row. `found`: all their rows on the host [late, B], if they are there."""

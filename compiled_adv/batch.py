@@ -163,6 +163,20 @@ def split_batch(batch: Mapping[str, Any], meta: Any) -> list[dict[str, Any]]:
     return out
 
 
+def widen(batch: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """A batch of concat_batch with so many token columns: padded as it pads."""
+    own = batch["attention_mask"].shape[1]
+
+    def wide(key: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] != own:
+            return x
+        out = x.new_full((len(x), width, *x.shape[2:]), -1 if key == "turn_ids" else 0)
+        out[:, :own] = x
+        return out
+
+    return {key: wide(key, x) for key, x in batch.items()} if own < width else dict(batch)
+
+
 def check_tensor(key: object, x: Tensor, at: str) -> None:
     """Refuse what holds no numbers of its own, or none that torch computes with."""
     if x.layout != torch.strided or x.is_quantized or x.is_nested or x.device.type == "meta":

@@ -18,15 +18,28 @@ except ModuleNotFoundError:
     print("the shell needs its extra: pip install 'compiled-adv[shell]'", file=sys.stderr)
     raise SystemExit(2) from None
 
+from torch import Tensor
+
 import compiled_adv
 from compiled_adv import config_file, sheet
+from compiled_adv.batch import widen
 from compiled_adv.channel import OPTIONAL
-from compiled_adv.errors import AdvantageWarning, CompiledAdvError, FileError, OutputExists, UnknownName, suggest
+from compiled_adv.errors import (
+    AdvantageWarning,
+    CompiledAdvError,
+    ConflictingSettings,
+    FileError,
+    OutputExists,
+    RolloutFile,
+    UnknownName,
+    suggest,
+)
 from compiled_adv.report import batch_of
 from compiled_adv.report import report as report_page
 from compiled_adv.rollouts import EMBEDDED, find_rollouts, plan_results, read_groups, write_group
+from compiled_adv.shards import Shard, torchrun
 from compiled_adv.spec import Spec
-from compiled_adv.summary import result_table, summarise
+from compiled_adv.summary import Summary, result_table, summarise, together
 
 RECIPES = f"Recipes, for --config: {', '.join(config_file.recipes())}"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=RECIPES)
@@ -69,25 +82,32 @@ def run(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     backend: BackendOption = None,
 ) -> None:
-    """Compute the advantages of rollout groups: one batch and one table per folder."""
+    """Compute the advantages of rollout groups: one batch and one table per folder. Under torchrun ranks share them."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import Progress
 
-    with _one_message():
+    with _one_message(), torchrun() as shard:
         root = EMBEDDED if rollouts is None else rollouts
         folders = find_rollouts(root)
-        results = [] if out is None else plan_results(out, root, folders, overwrite=overwrite)
+        shares = {folder: shard.part(paths) for folder, paths in folders.items()}
+        results = [] if out is None else plan_results(out, root, shares, overwrite=overwrite)
+        if report is not None and shard.size > 1:
+            what = "a report is drawn by one process"
+            raise ConflictingSettings(what, at="--report", found=f"{shard.size} ranks", hint="without torchrun")
         if report is not None and report.exists() and not overwrite:
             raise OutputExists(f"{report} is there already", hint="another --report, or --overwrite")
         spec = _load(config, backend)
         if report is not None:
             spec = _with(spec, stats=True)
-        compute = compiled_adv.build(spec)
-        summaries, groups, reported = [], [], []
+        compute = compiled_adv.build(spec, "world" if shard.size > 1 else None)
+        summaries: list[Summary | None] = []
+        groups: list[dict[str, Any]] = []
+        reported = []
         terminal = Console(stderr=True)
-        with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
-            bar = progress.add_task("", total=sum(map(len, folders.values())) + len(results))
+        quiet = shard.rank > 0 or not terminal.is_terminal
+        with Progress(console=terminal, transient=True, disable=quiet) as progress:
+            bar = progress.add_task("", total=sum(map(len, shares.values())) + len(results))
 
             def step(paths: Iterable[Path], what: str) -> Iterator[Path]:
                 for path in paths:
@@ -95,11 +115,16 @@ def run(
                     yield path
                     progress.advance(bar)
 
-            for folder, paths in folders.items():
+            for folder, paths in shares.items():
                 name = _name(root, folder)
                 try:
-                    batch, meta = compiled_adv.concat_batch(read_groups(step(paths, "reading")))
+                    found = _read(shard, step(paths, "reading"))
                     progress.update(bar, description=escape(f"computing {name}"))
+                    if found is None:
+                        compute.join()
+                        summaries.append(None)
+                        continue
+                    batch, meta = found
                     output, seconds = _timed(compute, batch, meta)
                 except CompiledAdvError as error:
                     error.add_note(f"  in    {name}")
@@ -113,18 +138,46 @@ def run(
                     groups += compiled_adv.split_batch(output, meta)
             # Only now, so that bad input in a later folder leaves nothing behind.
             drawn = "" if report is None else report_page(reported, compute)
-            for path, group in zip(step(results, "writing"), groups, strict=True):
-                write_group(path, group)
+
+            def write() -> list[Summary | None]:
+                for path, group in zip(step(results, "writing"), groups, strict=True):
+                    write_group(path, group)
+                return summaries
+
+            parts = zip(*shard.gather(write), strict=True)
             if report is not None:
                 sheet.write(report, drawn)
+        if shard.rank > 0:
+            return
+        batches = [together([part for part in of_batch if part is not None]) for of_batch in parts]
         if json:
-            facts = {"backend": spec.advantage.backend, "batches": [summary.as_dict() for summary in summaries]}
+            facts = {"backend": spec.advantage.backend, "batches": [summary.as_dict() for summary in batches]}
             typer.echo(jsonlib.dumps(facts, indent=1))
             return
         # A pipe has no width of its own, and 80 would cut numbers off.
         console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 100)
-        for summary in summaries:
+        for summary in batches:
             console.print(result_table(summary))
+
+
+def _read(shard: Shard, paths: Iterable[Path]) -> tuple[dict[str, Any], Any] | None:
+    """This rank's prompts as a batch, as wide as the widest rank's, since the width may have a meaning."""
+    groups: list[dict[str, Any]] = []
+
+    def form() -> tuple[int, dict[str, str]] | None:
+        groups.extend(read_groups(paths))
+        tensors = {key: x for group in groups[:1] for key, x in group.items() if isinstance(x, Tensor)}
+        widths = [group["attention_mask"].shape[1] for group in groups if "attention_mask" in group]
+        return (max(widths, default=0), {key: str(x.dtype) for key, x in tensors.items()}) if groups else None
+
+    forms = [found for found in shard.gather(form) if found is not None]
+    for _, tensors in forms:
+        if tensors != forms[0][1]:
+            raise RolloutFile("files of one folder carry different tensors", hint="a folder for each kind")
+    if not groups:
+        return None
+    batch, meta = compiled_adv.concat_batch(groups)
+    return widen(batch, max(width for width, _ in forms)), meta
 
 
 def _name(root: Path, folder: Path) -> str:

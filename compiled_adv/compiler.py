@@ -23,6 +23,7 @@ from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, boundaries, rungs
 from compiled_adv.cache import Cache
 from compiled_adv.channel import OPTIONAL, OUTPUTS
 from compiled_adv.cudagraph import NotGraphed, is_cuda
+from compiled_adv.distributed import Meeting, ranks_of
 from compiled_adv.errors import (
     BuildFailed,
     CompileFailed,
@@ -36,7 +37,7 @@ from compiled_adv.errors import (
 from compiled_adv.executable import CompiledExecutable, EagerExecutable, example_channels
 from compiled_adv.inductor import NotCaptured
 from compiled_adv.passes import DEFAULT
-from compiled_adv.pipeline import Pipeline, wire
+from compiled_adv.pipeline import Pipeline, meeting_points, wire
 from compiled_adv.placing import (
     Placing,
     Rollout,
@@ -54,7 +55,7 @@ from compiled_adv.rewrite import Pass, RewriteLog, rewrite
 from compiled_adv.shadow import shadow_of
 from compiled_adv.show import explain_json, explain_text
 from compiled_adv.spec import Spec, load_config
-from compiled_adv.stages.plugin import call_compute
+from compiled_adv.stages.plugin import PluginStage, call_compute
 from compiled_adv.stats import Stats
 from compiled_adv.status import raise_errors, warn
 from compiled_adv.verify import verify
@@ -63,8 +64,9 @@ from compiled_adv.verify import verify
 class Compute:
     """Advantages of a batch, by one configuration. Build it with `compiled_adv.build`."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, reduce_group: Any = None) -> None:
         self.spec = spec
+        self._ranks = ranks_of(reduce_group, meeting_points(spec))
         self.last_warnings: dict[str, list[int]] = {}
         self.cache = Cache(spec.advantage.compiled.max_buckets)
         self._resolved = resolve_spec(spec)
@@ -94,12 +96,36 @@ class Compute:
 
         Raises a CompiledAdvError before or after the work; the batch is never written to. `per_call`:
         advantage_shaping_mode, gvpo_negative_scale, gvpo_zero_penalty, gvpo_zero_eps.
+
+        With a reduce_group all its ranks call this in the same order, and what is raised on one is raised on all.
         """
+        with self._meeting() as meeting:
+            return self._compute(batch, meta, per_call, meeting)
+
+    def compute_advantages(self, rollouts: Sequence[Mapping[str, Any]], **per_call: Any) -> list[dict[str, Any]]:
+        """One dict per prompt -> one dict per prompt, computed as one batch."""
+        with self._meeting() as meeting:
+            batch, meta = concat_batch(rollouts)
+            return split_batch(self._compute(batch, meta, per_call, meeting), meta)
+
+    def join(self) -> None:
+        """Take part in one call of the other ranks of the reduce_group without a batch of one's own."""
+        with self._meeting():
+            pass
+
+    def _meeting(self) -> AbstractContextManager[Meeting | None]:
+        return nullcontext() if self._ranks is None else self._ranks.meeting()
+
+    def _compute(
+        self, batch: Mapping[str, Any], meta: Any, per_call: Mapping[str, Any], meeting: Meeting | None
+    ) -> dict[str, Any]:
         start = time.perf_counter()
         self._check_fork()
         call = self._admit.call(per_call)
         with _plain_torch(batch):
             admitted = self._admit(batch, meta, call)
+            if meeting is not None:
+                admitted = replace(admitted, meeting=meeting)
             computed, flags = self._run_override(admitted) if self._resolved.compute else self._run(admitted)
             admitted.raise_late()
             raise_errors(flags)
@@ -108,11 +134,6 @@ class Compute:
             if self._shadow is not None:
                 self._shadow.see(admitted, computed)
             return _packed(admitted, computed)
-
-    def compute_advantages(self, rollouts: Sequence[Mapping[str, Any]], **per_call: Any) -> list[dict[str, Any]]:
-        """One dict per prompt -> one dict per prompt, computed as one batch."""
-        batch, meta = concat_batch(rollouts)
-        return split_batch(self(batch, meta, **per_call), meta)
 
     def warmup(
         self,
@@ -196,7 +217,8 @@ class Compute:
     def _run(self, admitted: Admitted, backend: str | None = None) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
         backend = backend or self._backend()
         if backend == "reference":
-            return reference.run(self.spec, self._resolved, admitted.data, admitted.meta, admitted.call)
+            data, meta, call = admitted.data, admitted.meta, admitted.call
+            return reference.run(self.spec, self._resolved, data, meta, call, admitted.meeting)
         kind = self._kind_of(admitted, backend)
         computed, flags = (self._run_compiled if backend == "compiled" else self._run_eager)(kind, admitted)
         raw = admitted.data["rewards"]
@@ -361,10 +383,11 @@ class Compute:
     def _wired(self, kind: "Kind") -> Pipeline:
         if kind.whole and self._resolved.compute is not None:
             return whole_computation(self._resolved.compute, kind.mode)
-        return wire(self.spec, self._resolved, kind.channels, kind.mode, mopd=kind.mopd)
+        across_ranks = self._ranks is not None
+        return wire(self.spec, self._resolved, kind.channels, kind.mode, mopd=kind.mopd, across_ranks=across_ranks)
 
     def _has_functions(self, kind: "Kind") -> bool:
-        return any(node.stage.opaque for node in self._wired(kind).nodes)
+        return any(isinstance(node.stage, PluginStage) for node in self._wired(kind).nodes)
 
     def _placed(
         self, kind: "Kind", seen: Mapping[str, Any] = MappingProxyType({}), *, may_split: bool = False
@@ -454,10 +477,14 @@ def compare(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
             raise ResultsDiffer("the compiled result is not the eager one", at=where, found=found, hint=hint)
 
 
-def build(config: Any) -> Compute:
+def build(config: Any, reduce_group: Any = None) -> Compute:
     """Config -> Compute. `config`: a path, the name of a shipped recipe, a mapping with an `actor` key or the actor
-    block itself, or a trainer's config object."""
-    return Compute(load_config(config))
+    block itself, or a trainer's config object.
+
+    `reduce_group`: the ranks over which batch-level statistics are taken: None (this one alone), "world" or a
+    torch.distributed process group.
+    """
+    return Compute(load_config(config), reduce_group)
 
 
 def _plain_torch(batch: Any) -> AbstractContextManager[Any]:

@@ -259,6 +259,17 @@ class ResultsDiffer(CompiledAdvError):
     """The compiled result is not the eager one."""
 
 
+# ---- ranks ----
+
+
+class RankFailed(CompiledAdvError):
+    """Another rank of the reduce group could not compute its part of the call; the message says which, and why."""
+
+
+class RanksLost(CompiledAdvError):
+    """A collective failed: a rank died, or did not come within the group's timeout."""
+
+
 LONGEST = 600  # characters of one line of a message
 
 

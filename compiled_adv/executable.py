@@ -23,6 +23,7 @@ from compiled_adv.pipeline import Node, flag_name
 from compiled_adv.program import Program, Segment, StageModule
 from compiled_adv.stage import Stage
 from compiled_adv.stages.plugin import Traced
+from compiled_adv.stages.statistics import AcrossRanks
 from compiled_adv.status import merge, raise_errors
 
 BLOCK = 1 << 18  # tokens of the rows that run at once, for each thread
@@ -59,7 +60,7 @@ class CompiledExecutable:
         for segment in program.segments:
             if isinstance(segment.module, Node):
                 self._steps.append(None)
-                env.update({v: _blank(v, bucket, example) for v in segment.outputs})
+                env.update(_blanks(segment, bucket, env))
                 continue
             inputs = [env[version] for version in segment.inputs]
             compiled = _compile(segment, inputs, cache_dir)
@@ -76,7 +77,7 @@ class CompiledExecutable:
         for segment, step in zip(self.program.segments, self._steps, strict=True):
             if step is None or isinstance(step, Graph):
                 graphs.append(step)
-                env.update({v: _blank(v, self.bucket, example) for v in segment.outputs})
+                env.update(_blanks(segment, self.bucket, env))
                 continue
             if _watched(segment):
                 raise NotGraphed("a user's function inside is compiled anew when what it reads changes")
@@ -123,7 +124,7 @@ def _run(
     kept = {version for _, version in program.outputs}
     for segment, step, later in zip(program.segments, steps, program.read_after, strict=True):
         if step is None:
-            env.update(zip(segment.outputs, _call_plugin(segment, admitted, env, bucket), strict=True))
+            env.update(zip(segment.outputs, _between(segment, admitted, env, bucket), strict=True))
         else:
             inputs = [env[v] for v in segment.inputs]
             if isinstance(step, Graph):
@@ -215,19 +216,26 @@ def _culprit(module: fx.GraphModule, inputs: Sequence[Tensor]) -> tuple[Stage | 
     return found[0] if found else (None, None)
 
 
-def _blank(version: str, bucket: Bucket, example: Mapping[str, Tensor]) -> Tensor:
-    """What a user's function may give at a bucket's shape, to compile what follows it."""
-    per_row = base(version) in ("rewards", "references", "gae_lambda")
-    device = next(iter(example.values())).device
-    return torch.zeros(bucket.shape("B" if per_row else "BT"), dtype=torch.float32, device=device)
-
-
-def _call_plugin(
-    segment: Segment, admitted: Admitted, env: Mapping[str, Tensor], bucket: Bucket | None
-) -> Sequence[Tensor]:
-    """A user's function on exact channels, once for each call; its results padded back into the bucket."""
+def _blanks(segment: Segment, bucket: Bucket, env: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a collective or a user's function may give at a bucket's shape, to compile what follows it."""
     node = segment.module
     assert isinstance(node, Node)
+    if isinstance(node.stage, AcrossRanks):
+        return dict(zip(node.writes, (env[v] for v in node.reads if v is not None), strict=True))
+    device = next(iter(env.values())).device
+    per_row = ("rewards", "references", "gae_lambda")
+    shapes = {v: bucket.shape("B" if base(v) in per_row else "BT") for v in node.writes}
+    return {v: torch.zeros(shape, dtype=torch.float32, device=device) for v, shape in shapes.items()}
+
+
+def _between(
+    segment: Segment, admitted: Admitted, env: Mapping[str, Tensor], bucket: Bucket | None
+) -> Sequence[Tensor]:
+    """A collective; or a user's function on exact channels, once for each call, its results padded into the bucket."""
+    node = segment.module
+    assert isinstance(node, Node)
+    if isinstance(node.stage, AcrossRanks):
+        return node.stage.call(admitted, [env[v] for v in node.reads if v is not None])
     by_channel = {name.removesuffix("?"): version for name, version in zip(node.stage.reads, node.reads, strict=True)}
 
     def channel(name: str) -> Tensor | None:

@@ -51,7 +51,7 @@ from compiled_adv.stages.plugin import EstimatorPlugin, LambdaPlugin, OutcomePlu
 from compiled_adv.stages.process_adv_shaping import GVPO, Additive, ProcessWeighted
 from compiled_adv.stages.process_rewards import AlignedRewards, DirectRewards, FoldedRewards
 from compiled_adv.stages.reward_norm import RewardNorm, RowGroups, SameRawRewards, Score, SingleUnits, Units
-from compiled_adv.stages.statistics import BatchMoments, GroupCentred, GroupMoments
+from compiled_adv.stages.statistics import AcrossRanks, BatchMoments, GroupCentred, GroupMoments
 from compiled_adv.stages.strict import STRICT
 
 FLAG = "flag:"
@@ -120,8 +120,11 @@ class Pipeline:
 class Wiring:
     """Adds stages one after another, each reading the newest version of its channels."""
 
-    def __init__(self, inputs: Iterable[str], replaced: dict[type[Stage], type[Stage]]) -> None:
+    def __init__(
+        self, inputs: Iterable[str], replaced: dict[type[Stage], type[Stage]], *, across_ranks: bool = False
+    ) -> None:
         self.inputs = tuple(inputs)
+        self.across_ranks = across_ranks
         self.replaced = replaced
         self.newest: dict[str, str] = {name: name for name in self.inputs}
         self.written: dict[str, int] = {name: 1 for name in self.inputs}
@@ -137,6 +140,13 @@ class Wiring:
         writes = tuple(self.write(channel) for channel in stage.writes)
         flags = tuple(self.write(FLAG + flag) for flag in stage.flags)
         self.nodes.append(Node(f"{name}.{same}" if same else name, stage, reads, writes, flags))
+
+    def meet(self, block: str) -> None:
+        """Take the newest batch moments, those of a norm block, over all ranks where there are several."""
+        if self.across_ranks:
+            names = ("batch_n", "batch_mean", "batch_m2")
+            reads, writes = tuple(self.newest[name] for name in names), tuple(self.write(name) for name in names)
+            self.nodes.append(Node(f"AcrossRanks.{block}", AcrossRanks((block,)), reads, writes))
 
     def read(self, stage: Stage, name: str) -> str | None:
         version = self.newest.get(name.removesuffix("?"))
@@ -155,9 +165,21 @@ class Wiring:
         return channel in self.newest
 
 
-def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, mopd: bool = False) -> Pipeline:
-    """The default order as a Pipeline, for a batch with these input channels and this per-call shaping mode."""
-    wiring = Wiring(sorted(inputs), STRICT if spec.advantage.rules == "strict" else {})
+def wire(
+    spec: Spec,
+    resolved: Resolved,
+    inputs: frozenset[str],
+    mode: str,
+    *,
+    mopd: bool = False,
+    across_ranks: bool = False,
+) -> Pipeline:
+    """The default order as a Pipeline, for a batch with these input channels and this per-call shaping mode.
+
+    across_ranks: batch moments are taken over several ranks, at each of `meeting_points`.
+    """
+    replaced = STRICT if spec.advantage.rules == "strict" else {}
+    wiring = Wiring(sorted(inputs), replaced, across_ranks=across_ranks)
     add, newest = wiring.add, wiring.newest
     outputs: dict[str, str] = {}
     measured = spec.advantage.stats  # each sum beside what writes its channel: far apart, a compiler fuses nothing
@@ -188,7 +210,7 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
             add(SameRawRewards(), rewards=raw)
         add(RowGroups(norm.group_size if by_group(norm) else 1))
         add(Units(score, spec.mask_no_eos_with_zero))
-        _moments(wiring, norm, SingleUnits())
+        _moments(wiring, norm, SingleUnits(), "reward_norm")
         add(RewardNorm(norm, spec.mask_no_eos_with_zero))
 
     recomputed = spec.recompute_logprob and not spec.use_decoupled_loss
@@ -234,7 +256,7 @@ def wire(spec: Spec, resolved: Resolved, inputs: frozenset[str], mode: str, *, m
     if spec.adv_norm is not None:
         add(RowGroups(spec.adv_norm.group_size if by_group(spec.adv_norm) else 1))
         add(AdvantageMoments())
-        _moments(wiring, spec.adv_norm, SingleRollouts())
+        _moments(wiring, spec.adv_norm, SingleRollouts(), "adv_norm")
         add(AdvantageScale(spec.adv_norm))
         add(AdvNorm())
     unshaped = newest["advantages"]
@@ -257,7 +279,13 @@ def by_group(norm: Any) -> bool:
     return norm is not None and "group" in (norm.mean_level, norm.std_level)
 
 
-def _moments(wiring: Wiring, norm: Norm, single: Stage) -> None:
+def meeting_points(spec: Spec) -> tuple[str, ...]:
+    """The norm blocks with a batch level, in order: at each of them ranks meet once."""
+    blocks = {} if spec.override else {"reward_norm": spec.reward_norm, "adv_norm": spec.adv_norm}
+    return tuple(name for name, norm in blocks.items() if norm and "batch" in (norm.mean_level, norm.std_level))
+
+
+def _moments(wiring: Wiring, norm: Norm, single: Stage, block: str) -> None:
     """The moments at the levels that a norm block names, of the units wired last."""
     for name in ("group_n", "group_mean", "group_m2", "batch_n", "batch_mean", "batch_m2", "single"):
         wiring.newest.pop(name, None)  # an earlier block's
@@ -268,9 +296,11 @@ def _moments(wiring: Wiring, norm: Norm, single: Stage) -> None:
         mean, m2 = wiring.newest["unit_mean"], wiring.newest["unit_m2"]
         wiring.add(GroupCentred(norm.mean_leave1out))
         wiring.add(BatchMoments())
+        wiring.meet(block)
         wiring.newest |= {"unit_mean": mean, "unit_m2": m2}
     elif "batch" in (norm.mean_level, norm.std_level):
         wiring.add(BatchMoments())
+        wiring.meet(block)
 
 
 def _estimate(wiring: Wiring, spec: Spec, resolved: Resolved) -> None:

@@ -1,8 +1,8 @@
 """Takes a Pipeline; gives a Program: segments of torch.fx graphs that run as they are and print as runnable Python.
 
-A Program is cut around a user's function that must see exact shapes and, if asked, between stages that take each row by
-itself and stages that do not. Each segment is one GraphModule whose submodules are the stages; it returns the versions
-that later segments or the caller need, then its flags as one tensor of bits, int64 [B].
+A Program is cut around a user's function that must see exact shapes, around a collective and, if asked, between stages
+that take each row by itself and stages that do not. Each segment is one GraphModule whose submodules are the stages; it
+returns the versions that later segments or the caller need, then its flags as one tensor of bits, int64 [B].
 """
 
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ class Bits(nn.Module):
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a Program. `module` is a GraphModule, or the Node of a user's function.
+    """A part of a Program. `module` is a GraphModule, or the Node of a user's function or a collective.
 
     by_rows: whether it may run on some rows at a time. closes: whether its flags, and those of the segments before it,
     are looked at before the next one runs.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from compiled_adv.channel import STATS
 if TYPE_CHECKING:
     from compiled_adv.admit import Call
     from compiled_adv.batch import TrajBatchMeta
+    from compiled_adv.distributed import Meeting
     from compiled_adv.resolve import Resolved
     from compiled_adv.spec import Norm, Spec
 
@@ -56,12 +57,18 @@ class Part:
 
     units: list[int]
     alone: bool  # one member: it has nobody to be compared with
+    elsewhere: Column = field(default_factory=list)  # what stands for values on other ranks
 
 
 def run(
-    spec: Spec, resolved: Resolved, data: Mapping[str, Tensor], meta: TrajBatchMeta | None, call: Call
+    spec: Spec,
+    resolved: Resolved,
+    data: Mapping[str, Tensor],
+    meta: TrajBatchMeta | None,
+    call: Call,
+    meeting: Meeting | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-    oracle = Oracle(spec, resolved, data, meta, call)
+    oracle = Oracle(spec, resolved, data, meta, call, meeting)
     try:
         return oracle.compute(), oracle.warnings
     except Refused as refused:
@@ -72,9 +79,16 @@ class Oracle:
     """One call: the steps share the configuration, the batch and what its masks say."""
 
     def __init__(
-        self, spec: Spec, resolved: Resolved, data: Mapping[str, Tensor], meta: TrajBatchMeta | None, call: Call
+        self,
+        spec: Spec,
+        resolved: Resolved,
+        data: Mapping[str, Tensor],
+        meta: TrajBatchMeta | None,
+        call: Call,
+        meeting: Meeting | None,
     ) -> None:
         self.spec, self.resolved, self.data, self.meta, self.call = spec, resolved, data, meta, call
+        self.meeting = meeting
         self.warnings: dict[str, list[int]] = {}
         self.n_rows, self.n_columns = data["attention_mask"].shape
         self.strict = spec.advantage.rules == "strict"
@@ -301,14 +315,15 @@ class Oracle:
         # under strict rules a member of cleared rows alone does not count
         counts_N = [not self.strict or not all(self.cleared_B[b] for b in member.rows) for member in members]
         values_N1 = [[self.score(ref)] if counts else [] for ref, counts in zip(references_N, counts_N)]
-        batch = Part(list(range(len(members))), alone=sum(counts_N) == 1)
         groups = []
         for rows in self.row_groups(norm):
             units = [u for u, member in enumerate(members) if member.rows[0] in rows]
             groups.append(Part(units, alone=sum(counts_N[u] for u in units) == 1))
-        self.warn_of_statistics(norm, members, counts_N, values_N1, groups if by_group(norm) else [batch])
+        batch = self.batch_part("reward_norm", norm, values_N1, groups)
+        batch = replace(batch, alone=sum(counts_N) + len(batch.elsewhere) == 1)
+        self.warn_of_statistics(norm, members, counts_N, values_N1, groups, batch)
 
-        means_N1, scales_N = moments(norm, values_N1, groups, batch_alone=self.strict and batch.alone)
+        means_N1, scales_N = moments(norm, values_N1, groups, replace(batch, alone=self.strict and batch.alone))
         if self.has_rollouts and norm.std_level is not None:
             scales_N = [1.0 if scale <= 2 * norm.eps else scale for scale in scales_N]
         normalised_B = [0.0] * self.n_rows
@@ -332,11 +347,18 @@ class Oracle:
         return [rewards_B[m.rows[0]] if m.reference is None else float32(m.reference) for m in members]
 
     def warn_of_statistics(
-        self, norm: Norm, members: list[Member], counts_N: list[bool], values_N1: Grid, parts: list[Part]
+        self,
+        norm: Norm,
+        members: list[Member],
+        counts_N: list[bool],
+        values_N1: Grid,
+        groups: list[Part],
+        batch: Part,
     ) -> None:
-        flat = [part for part in parts if len({x for u in part.units for x in values_N1[u]}) == 1]
+        parts = groups if by_group(norm) else [batch]
+        flat = [part for part in parts if len({*part.elsewhere, *(x for u in part.units for x in values_N1[u])}) == 1]
         self.warn("zero_spread_groups", (b for part in flat for u in part.units for b in members[u].rows))
-        if norm.mean_leave1out and norm.mean_level == "batch" and sum(counts_N) == 1:
+        if norm.mean_leave1out and norm.mean_level == "batch" and batch.alone and any(counts_N):
             self.warn("loo_alone", members[counts_N.index(True)].rows)
         self.warn("discarded_rows_counted", (b for b, cleared in enumerate(self.cleared_B) if cleared))
 
@@ -367,6 +389,26 @@ class Oracle:
         self.warn("rows_outside_groups", {*tail, *self.warnings.get("rows_outside_groups", [])})
         groups = [range(first, first + norm.group_size) for first in range(0, full, norm.group_size)]
         return groups + [tail] if self.strict and tail else groups
+
+    def batch_part(self, block: str, norm: Norm, values_U: Grid, groups: list[Part]) -> Part:
+        """All units; and for those of other ranks as many values, with their mean and their spread.
+
+        Statistics see no more of them. Where a batch scale stands beside a group mean, both are of deviations from it.
+        """
+        whole = Part(list(range(len(values_U))), alone=False)
+        if self.meeting is None or "batch" not in (norm.mean_level, norm.std_level):
+            return whole
+        own = [x for values in values_U for x in values]
+        if norm.mean_level == "group":
+            means = [mean for means in means_at(norm, values_U, groups, whole)[0] for mean in means]
+            squares = sum((x - mean) ** 2 for x, mean in zip(own, means))
+            row = [float(len(own)), 0.0, squares]
+        else:
+            mean = means_of(own, False, False)[0] if own else 0.0
+            row = [float(len(own)), mean, sum((x - mean) ** 2 for x in own)]
+        (rows,) = self.meeting.rows((block,), torch.tensor([row], dtype=torch.float64))
+        others = [row for rank, row in enumerate(rows) if rank != self.meeting.ranks.rank]
+        return replace(whole, elsewhere=[x for row in others for x in alike(*row)])
 
     # -- outcome, KL, estimator ---------------------------------------------------------------------------------------
 
@@ -490,10 +532,11 @@ class Oracle:
         for rows in self.row_groups(norm):
             voices = sum(member.rows[0] in rows for member in members)  # one rollout, in however many rows
             groups.append(Part(list(rows), alone=voices == 1))
-        if not any(self.active_BT):
-            return advantages_BT
         values_B = [[advantages_BT[b][t] for t in active_T] for b, active_T in enumerate(self.active_BT)]
-        means_B, scale_B = moments(norm, values_B, groups, batch_alone=False)
+        batch = self.batch_part("adv_norm", norm, values_B, groups)
+        if not any(self.active_BT) and not batch.elsewhere:
+            return advantages_BT
+        means_B, scale_B = moments(norm, values_B, groups, batch)
         out_BT = self.zeros()
         for b, active_T in enumerate(self.active_BT):
             for t, x, mean in zip(active_T, values_B[b], means_B[b]):
@@ -668,17 +711,29 @@ def by_group(norm: Norm) -> bool:
     return "group" in (norm.mean_level, norm.std_level)
 
 
-def moments(norm: Norm, values_U: Grid, groups: list[Part], batch_alone: bool) -> tuple[Grid, Column]:
-    """Mean of every value, and scale of every unit. A unit in no group has mean 0 and std 0 at a group level."""
-    parts = {"batch": [Part(list(range(len(values_U))), batch_alone)], "group": groups, None: []}
-    means_U = [[0.0] * len(values) for values in values_U]
-    for part in parts[norm.mean_level]:
-        means = iter(means_of([x for u in part.units for x in values_U[u]], norm.mean_leave1out, part.alone))
+def parts_at(level: str | None, groups: list[Part], batch: Part) -> list[Part]:
+    return {"batch": [batch], "group": groups, None: []}[level]
+
+
+def means_at(norm: Norm, values_U: Grid, groups: list[Part], batch: Part) -> tuple[Grid, Column]:
+    """Mean of every value, and of what stands for those elsewhere; 0 in no part of the mean's level."""
+    means_U, elsewhere = [[0.0] * len(values) for values in values_U], [0.0] * len(batch.elsewhere)
+    for part in parts_at(norm.mean_level, groups, batch):
+        values = [x for u in part.units for x in values_U[u]] + part.elsewhere
+        means = iter(means_of(values, norm.mean_leave1out, part.alone))
         for u in part.units:
             means_U[u] = [next(means) for _ in values_U[u]]
+        elsewhere = [*means] if part is batch else elsewhere
+    return means_U, elsewhere
+
+
+def moments(norm: Norm, values_U: Grid, groups: list[Part], batch: Part) -> tuple[Grid, Column]:
+    """Mean of every value, and scale of every unit. A unit in no group has mean 0 and std 0 at a group level."""
+    means_U, elsewhere = means_at(norm, values_U, groups, batch)
     scales_U = [1.0 if norm.std_level is None else norm.eps] * len(values_U)
-    for part in parts[norm.std_level]:
+    for part in parts_at(norm.std_level, groups, batch):
         offsets = [x - mean for u in part.units for x, mean in zip(values_U[u], means_U[u])]
+        offsets += [x - mean for x, mean in zip(part.elsewhere, elsewhere)]
         std = std_of(offsets, norm.std_unbiased, part.alone)
         for u in part.units:
             scales_U[u] = std + norm.eps
@@ -697,6 +752,13 @@ def means_of(values: Column, leave1out: bool, alone: bool) -> Column:
     if leave1out:
         return [values[0] + (sum(offsets) - offset) / (n - 1) for offset in offsets]
     return [values[0] + sum(offsets) / n] * n
+
+
+def alike(n: float, mean: float, squares: float) -> Column:
+    """n values with this mean and this sum of squared deviations: pairs beside the mean, an odd one on it."""
+    count = int(n)
+    beside = math.sqrt(squares / (count - count % 2)) if count > 1 else 0.0
+    return [mean - beside, mean + beside] * (count // 2) + [mean] * (count % 2)
 
 
 def std_of(offsets: Column, unbiased: bool, alone: bool) -> float:

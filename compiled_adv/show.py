@@ -9,6 +9,7 @@ from compiled_adv.pipeline import FLAG, Node, Pipeline
 from compiled_adv.program import Program, Segment
 from compiled_adv.rewrite import RewriteLog
 from compiled_adv.stages.plugin import PluginStage
+from compiled_adv.stages.statistics import AcrossRanks
 
 
 def describe(pipeline: Pipeline) -> dict[str, Any]:
@@ -84,6 +85,8 @@ def show_program(program: Program) -> str:
 def _segment(segment: Segment) -> str:
     if isinstance(segment.module, Node):
         stage = segment.module.stage
+        if isinstance(stage, AcrossRanks):
+            return f"{stage}: {', '.join(segment.inputs)} -> {', '.join(segment.outputs)}, an all_reduce"
         lines = [f"{stage}, a user's function, at the batch's own shape"]
         if isinstance(stage, PluginStage) and stage.plugin.place.why:
             lines.append(f"#   {stage.plugin.place}")

@@ -19,7 +19,7 @@ class Stage:
     writes: ClassVar[tuple[str, ...]] = ()
     flags: ClassVar[tuple[str, ...]] = ()
     mixes_rows: ClassVar[bool] = False  # what it gives for a row depends on other rows
-    opaque: ClassVar[bool] = False  # a user's function: it sees exact shapes and runs between two segments
+    opaque: ClassVar[bool] = False  # it runs between two segments: a user's function on exact shapes, or a collective
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv.channel import OUTPUTS
+from compiled_adv.status import WARNINGS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -68,6 +69,37 @@ def summarise(
         channels={key: _moments(out[key], active_BT) for key in computed},
         warnings={warning: len(rows) for warning, rows in warnings.items()},
     )
+
+
+def together(parts: Sequence[Summary]) -> Summary:
+    """One batch that was computed in parts, at once."""
+    first = parts[0]
+    return Summary(
+        name=first.name,
+        rows=sum(part.rows for part in parts),
+        active_tokens=sum(part.active_tokens for part in parts),
+        groups=sum(part.groups for part in parts),
+        seconds=max(part.seconds for part in parts),
+        channels={name: _merged([(part, part.channels[name]) for part in parts]) for name in first.channels},
+        warnings={
+            name: sum(part.warnings.get(name, 0) for part in parts)
+            for name in WARNINGS
+            if any(name in part.warnings for part in parts)
+        },
+    )
+
+
+def _merged(parts: Sequence[tuple[Summary, Moments]]) -> Moments:
+    """Moments of one channel over all parts."""
+    over = parts[0][1].over
+    known = [(part.active_tokens if over == "tokens" else part.rows, m) for part, m in parts if m.mean is not None]
+    if not known:
+        return Moments(over, None, None, None, None)
+    n_P = torch.tensor([n for n, _ in known], dtype=torch.float64)
+    mean_P, std_P, min_P, max_P = torch.tensor([(m.mean, m.std, m.min, m.max) for _, m in known], dtype=torch.float64).T
+    mean = (n_P * mean_P).sum() / n_P.sum()
+    std = ((n_P * (std_P**2 + (mean_P - mean) ** 2)).sum() / n_P.sum()).sqrt()
+    return Moments(over, *(float(x) for x in (mean, std, min_P.min(), max_P.max())))
 
 
 def _moments(channel: Tensor, active_BT: Tensor) -> Moments:

@@ -69,7 +69,7 @@ class AdvantageScale(Stage):
         factor_B = spread_B / divisor_B
         # Beyond float32 it would make a NaN of what has no spread; a divisor of 0 is to do so.
         factor_B = torch.where(divisor_B == 0, factor_B, factor_B.clamp(max=torch.finfo(torch.float32).max))
-        active = n_B.sum() > 0
+        active = (n_B.sum() if batch_n is None else batch_n) > 0
         factor_B = torch.where(active, factor_B, 1.0)
         return mean_B.expand(n_B.shape), factor_B.expand(n_B.shape), active
 

@@ -5,7 +5,9 @@ in unit order, so a unit that counts nothing changes no digit. Each norm block m
 where ranks meet. Source: semantics.md, "Mean and scale".
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +15,9 @@ from torch import Tensor
 from compiled_adv import kernels
 from compiled_adv.spec import Norm
 from compiled_adv.stage import Stage
+
+if TYPE_CHECKING:
+    from compiled_adv.admit import Admitted
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,23 @@ class BatchMoments(Stage):
     def forward(self, n_U, mean_U, m2_U):
         whole_U = torch.zeros(n_U.shape, dtype=torch.int64, device=n_U.device)
         return tuple(x_U[0] for x_U in kernels.merge_moments(n_U, mean_U, m2_U, whole_U))
+
+
+class AcrossRanks(Stage):
+    """Batch moments over all ranks: one collective for those of several norm blocks that are due at one point.
+
+    Its node says what it reads and writes: count, mean and sum of squared deviations of each block.
+    """
+
+    opaque = True
+    mixes_rows = True
+
+    blocks: tuple[str, ...]
+
+    def call(self, admitted: "Admitted", moments: Sequence[Tensor]) -> Sequence[Tensor]:
+        assert admitted.meeting is not None
+        own = torch.stack([*moments]).view(len(self.blocks), 3)
+        return admitted.meeting.merged(self.blocks, own).flatten().unbind()
 
 
 class GroupCentred(Stage):

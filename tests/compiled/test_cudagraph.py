@@ -4,6 +4,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -299,3 +301,27 @@ def test_what_was_left_to_check_is_refused_by_name(read, numberless):
 def test_nothing_in_a_program_for_a_gpu_asserts_on_the_device():
     assert settings_of(torch.device("cuda"))["assert_indirect_indexing"] is False
     assert "assert_indirect_indexing" not in settings_of(torch.device("cpu"))
+
+
+# ---- ranks ----
+
+
+class Twin:
+    """Another rank with the same rows: biased statistics stay what they are."""
+
+    @contextmanager
+    def meeting(self):
+        yield self
+
+    def merged(self, blocks, own):
+        return own * torch.tensor([2.0, 1.0, 2.0], dtype=torch.float64)
+
+
+def test_ranks_meet_between_two_graphs(cuda, monkeypatch):
+    monkeypatch.setattr("compiled_adv.compiler.ranks_of", lambda group, points: Twin() if group else None)
+    norm = {"mean_level": "batch", "std_level": "batch", "std_unbiased": False, "eps": 0.05}
+    actor = {"reward_norm": norm, "adv_norm": norm}
+    compute = compiled_adv.build(configured(actor, cuda_graphs="on"), reduce_group="twin")
+    for seed, rows in enumerate((5, 3, 7)):
+        assert_right(compute, replace(case_of(CRITIC, rows, seed=seed), config={"actor": actor}))
+    assert cuda.log.count("replay") == 9, "three segments"

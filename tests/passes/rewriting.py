@@ -45,7 +45,7 @@ def ran(pipeline: Pipeline, *passes: Pass) -> Ran:
 
 
 def run_on(actor: dict[str, Any], *passes: Pass, **wiring: Any) -> Ran:
-    """Passes on the Pipeline of an actor block; `wiring`: batch, mode, mopd."""
+    """Passes on the Pipeline of an actor block; `wiring`: batch, mode, mopd, across_ranks."""
     return ran(wired(actor, **wiring)[0], *passes)
 
 

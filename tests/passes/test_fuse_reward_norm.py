@@ -64,6 +64,12 @@ def test_holds_back_without_a_normalisation(block):
     assert found.after == found.before and Score in kinds(found.after)
 
 
+def test_holds_back_where_ranks_meet_in_between():
+    actor = {"reward_norm": norm("batch", "batch"), "adv_norm": norm("batch", "batch")}
+    found = run_on(actor, fuse_reward_norm, across_ranks=True)
+    assert found.after == found.before and list(found.held.values()) == ["ranks meet in between"]
+
+
 def test_a_users_outcome_function_stays_outside():
     found = run_on(
         {"reward_norm": norm("group", None), "advantage": plugin("outcome_reward_shaping", "see_outcome")},

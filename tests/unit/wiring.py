@@ -47,12 +47,17 @@ def a_batch(*without: str) -> dict[str, Any]:
 
 
 def wired(
-    actor: dict[str, Any] | None = None, batch: dict[str, Any] | None = None, mode: str = "additive", mopd: bool = False
+    actor: dict[str, Any] | None = None,
+    batch: dict[str, Any] | None = None,
+    mode: str = "additive",
+    mopd: bool = False,
+    across_ranks: bool = False,
 ) -> tuple[Pipeline, Admitted]:
     spec = load_config({"actor": actor or {}})
     resolved = resolve_spec(spec)
     admitted = admit(a_batch() if batch is None else batch, None, Call(mode), spec, resolved)
-    return wire(spec, resolved, frozenset(admitted.channels), mode, mopd=mopd), admitted
+    channels = frozenset(admitted.channels)
+    return wire(spec, resolved, channels, mode, mopd=mopd, across_ranks=across_ranks), admitted
 
 
 def plugin(slot: str, name: str, **kwargs: Any) -> dict[str, Any]:
