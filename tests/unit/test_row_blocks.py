@@ -3,7 +3,7 @@
 import pytest
 
 from compiled_adv.pipeline import Node, Pipeline
-from compiled_adv.program import identifier, lower
+from compiled_adv.program import StageModule, identifier, lower
 from compiled_adv.stage import Stage
 from tests.unit.wiring import DOUBLE, EVERYTHING, plugin, wired
 
@@ -19,7 +19,7 @@ CONFIGS = {
 def stages(segment) -> list[Stage]:
     if isinstance(segment.module, Node):
         return [segment.module.stage]
-    return [child.stage for child in segment.module.children()]
+    return [child.stage for child in segment.module.children() if isinstance(child, StageModule)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
