@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from compiled_adv.kernels import blocked
+from compiled_adv.kernels import SCHEMAS, blocked
 from tests.unit.test_kernels import Case, recurrence_loop, turns_loop
 
 triton = pytest.importorskip("compiled_adv.kernels.triton", reason="Triton comes with `dev` on Linux alone")
@@ -153,3 +153,7 @@ def test_a_factor_that_overflows_leaves_zeros_alone(split):
         zeros, zeros, torch.ones(1, 20), torch.zeros(1), 1e30, torch.full((1,), 1e30, dtype=torch.float64), None, False
     )
     assert torch.equal(run, zeros)
+
+
+def test_every_operator_has_a_form_or_is_traced_as_its_parts():
+    assert triton.FORMS.keys() == SCHEMAS.keys() - {"turn_recurrence"}
