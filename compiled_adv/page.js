@@ -20,7 +20,7 @@ function trace(s, chart) {
   const bad = s.bad ?? s.x.map(() => false);
   return {...it, type: "scatter", mode: "lines+markers",
     line: {color: colour(s.colour), width: s.colour === "compiled" ? 3 : 2, dash: s.dash ? "dash" : "solid"},
-    marker: {color: bad.map(b => colour(b ? "bad" : s.colour)), size: bad.map(b => b ? 13 : 7),
+    marker: {opacity: 1, color: bad.map(b => colour(b ? "bad" : s.colour)), size: bad.map(b => b ? 13 : 7),
       symbol: bad.map(b => b ? "x" : "circle")}};
 }
 

@@ -403,7 +403,7 @@ def as_yaml(tuning: Tuning) -> str:
         f"Padding {padding:.1f} % of the computed slots; powers of two with as many buckets: {other:.1f} %.",
         f"Expected: {1e3 * cost.call(chosen.slots):.3g} ms a call; powers of two take {tuning.gain:.2f} times that.",
         f"Cost: {1e6 * cost.per_call:.3g} us and {1e9 * cost.per_slot:.3g} ns a slot; {cost.compile_seconds:.2g} s to "
-        f"compile a bucket, over {cost.steps} steps.",
+        f"compile a bucket, over {cost.steps:,} steps.",
     ]
     lines = "".join(f"# {' '.join(line.split())}\n" for line in head)
     body = {"buckets": {"rows": list(chosen.rows), "tokens": list(chosen.tokens)}}
@@ -433,7 +433,7 @@ def table(tuning: Tuning) -> RenderableType:
         second.add_row(f"{k}{mark}", " ".join(map(str, best.rows)), " ".join(map(str, best.tokens)), *times)
     model = (
         f"a call: {1e6 * cost.per_call:.3g} us + {1e9 * cost.per_slot:.3g} ns a slot (the fit is off by up to "
-        f"{100 * cost.misfit:.0f} %); {cost.compile_seconds:.2g} s to compile a bucket, over {cost.steps} steps"
+        f"{100 * cost.misfit:.0f} %); {cost.compile_seconds:.2g} s to compile a bucket, over {cost.steps:,} steps"
     )
     return Group(first, model, second)
 
@@ -488,7 +488,7 @@ def picture(tuning: Tuning) -> str:
                 ("batches", str(tuning.workload.steps)),
                 ("a call", f"{1e6 * cost.per_call:.3g} us + {1e9 * cost.per_slot:.3g} ns a slot"),
                 ("worst error of the fit", f"{100 * cost.misfit:.0f} %"),
-                ("compiling", f"{cost.compile_seconds:.2g} s a bucket, over {cost.steps} steps"),
+                ("compiling", f"{cost.compile_seconds:.2g} s a bucket, over {cost.steps:,} steps"),
             ],
             [
                 bars("Padding", "The share of computed slots that hold nothing of a batch.", waste, " %", "percent"),

@@ -7,6 +7,7 @@ Tuned boundaries against powers of two, over a workload's own shapes: `python -m
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,10 +55,10 @@ def test_hit(benchmark: Any, kind: str, shape: tuple[int, int], threads: int) ->
     record(benchmark, run, suite="bucket", contender=kind, floor=floor, padding=padding, difference=off, **facts)
 
 
-def test_miss(benchmark: Any, shape: tuple[int, int]) -> None:
-    """A second shape in a running process: one compilation."""
+def test_miss(benchmark: Any, shape: tuple[int, int], tmp_path: Path) -> None:
+    """A second shape in a running process, and an empty cache folder: one compilation."""
     rows, tokens = shape
-    compute = compiled_adv.build({"actor": {**RECIPE.actor, "advantage": {"compiled": {"cache_dir": None}}}})
+    compute = compiled_adv.build({"actor": {**RECIPE.actor, "advantage": {"compiled": {"cache_dir": str(tmp_path)}}}})
     small, large = RECIPE.batch(GROUP, 128), RECIPE.batch(rows, tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AdvantageWarning)

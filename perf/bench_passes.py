@@ -22,10 +22,12 @@ from perf.measure import record
 from perf.shapes import LADDERS, RECIPES, Recipe
 
 _TOKEN, _GRPO = RECIPES["token_gae"], RECIPES["grpo"]
+_BOTH_BY_GROUP = {**_TOKEN.actor, "adv_norm": _TOKEN.actor["reward_norm"]}
 
 # Where a pass fires if the first recipe of RECIPES is not the place.
 PLACES: Mapping[str, tuple[str, Recipe]] = {
     "drop_idle": ("grpo with ref_logp, KL weight 0", Recipe(_GRPO.actor, ("ref_logp",))),
+    "share": ("token_gae, both norms by group", Recipe(_BOTH_BY_GROUP, _TOKEN.channels)),
     "broadcast_outcome": ("grpo", _GRPO),
     "fuse_advantages": ("token_gae_gvpo", RECIPES["token_gae_gvpo"]),
 }
