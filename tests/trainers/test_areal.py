@@ -7,7 +7,13 @@ import gc
 import importlib.metadata
 import json
 import multiprocessing
+import os
 import pickle
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -290,3 +296,43 @@ def test_a_spawned_worker_that_gets_the_config_computes_here(way: str, actor_con
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         got, calls = pool.apply(areal_workers.computed_by_a_worker, (sent, copied(rollouts)))
     assert max(differences(got, expected).values()) == 0 and calls == 1
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=300))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[int]:
+    """The port of a worker as AReaL's local scheduler starts it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = {"experiment-name": "test", "trial-name": "test", "role": "actor", "worker-index": 0, "port": port}
+    names |= {"name-resolve-type": "nfs", "nfs-record-root": tmp_path / "resolve", "fileroot": tmp_path}
+    words = [str(word) for name, value in names.items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "areal.infra.rpc.rpc_server", *words]
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    with (tmp_path / "log").open("w") as log:
+        worker = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=log, stderr=log)
+    try:
+        while worker.poll() is None:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield port
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def test_areals_own_worker_server_computes_here(server: int, actor_config: Any) -> None:
+    made = {"engine": "areal_workers.LocalActor", "engine_name": "actor/0", "init_args": []}
+    post(server, "/create_engine", made | {"init_kwargs": serialize_value({"config": actor_config})})
+    called = {"method": "calls_served", "engine_name": "actor/0", "kwargs": {}}
+    answer = post(server, "/call", called | {"args": serialize_value([random_trajectories(8)])})
+    assert answer["status"] == "success" and answer["result"] == 1
