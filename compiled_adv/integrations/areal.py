@@ -58,6 +58,7 @@ def compute(
     }
     block = {name: value for name, value in given.items() if value is not None}
     built = _builds.get(inputs.config, inputs.config, _values(inputs.config) | {"advantage": block})
+    _check_ranks(built.spec)
     per_call = {name: getattr(inputs, name) for name in PER_CALL if hasattr(inputs, name)}
     out = built(inputs.data, inputs.meta, **per_call)
     # Whole numbers of an identity shaping; a full override returns floating point.
@@ -89,6 +90,16 @@ def _result_class() -> Any:
         return importlib.import_module(PLUG_IN_POINT).AdvantageResult
     except (ImportError, AttributeError):
         return AdvantageResult
+
+
+def _check_ranks(spec: Spec) -> None:
+    """Refuse what AReaL sums over all ranks, while ours are the statistics of one."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    for name in NORMS:
+        norm = getattr(spec, name)
+        if ranks > 1 and norm is not None and "batch" in (norm.mean_level, norm.std_level):
+            what = "AReaL takes batch-level statistics over all ranks, which is not done here"
+            raise ConflictingSettings(what, at=spec.at(f"actor.{name}"), found=f"{ranks} ranks", hint="level group")
 
 
 def _values(config: Any) -> dict[str, Any]:
@@ -240,6 +251,7 @@ def _init(self: Any, config: Any, engine: Any) -> None:
 def _compute_advantages(self: Any, data: dict[str, Any]) -> dict[str, Any]:
     """One padded batch, with the results put into it, as AReaL does. Its tensors are not written to."""
     computed = compute_of(self)
+    _check_ranks(computed.spec)
     out = computed({name: x for name, x in data.items() if name not in NOT_READ})
     spec, shaping = computed.spec, computed.spec.advantage.outcome_reward_shaping.implementation
     written = {

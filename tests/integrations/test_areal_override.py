@@ -9,6 +9,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,7 +22,14 @@ import yaml
 import compiled_adv
 from compiled_adv import AdvantageInputs, AdvantageResult
 from compiled_adv.batch import as_meta
-from compiled_adv.errors import BadKwargs, CompiledAdvError, MissingKey, UnknownKey, UnsupportedTrainer
+from compiled_adv.errors import (
+    BadKwargs,
+    CompiledAdvError,
+    ConflictingSettings,
+    MissingKey,
+    UnknownKey,
+    UnsupportedTrainer,
+)
 from compiled_adv.integrations import areal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -281,3 +289,15 @@ def test_kwargs_survive_json_unchanged() -> None:
     before = copy.deepcopy(kwargs)
     areal.compute(inputs_of(config_of(kwargs)), **kwargs)
     assert kwargs == before
+
+
+@pytest.mark.parametrize("level", ["batch", "group"])
+def test_batch_level_statistics_of_one_rank_are_refused_where_areal_takes_all(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    config = config_of({})
+    config.adv_norm = SimpleNamespace(mean_level=level, std_level=None)
+    with nullcontext() if level == "group" else pytest.raises(ConflictingSettings, match="2 ranks"):
+        areal.compute(inputs_of(config))
