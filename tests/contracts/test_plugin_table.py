@@ -68,6 +68,7 @@ ROWS = (
     Row("numpy_random", "eager"),
     Row("counter", "eager"),
     Row("appends", "eager"),
+    Row("remembered", "eager"),
     Row("prints", "eager"),
     Row("logs", "eager"),
     Row("slow", "eager"),
