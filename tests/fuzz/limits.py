@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 CPU_SECONDS = 20.0  # of this process, so that a busy machine fails nothing
-SECONDS = 120.0  # for what waits without computing
+SECONDS = 120  # for what waits without computing, counted one by one: none passes while the process is stopped
 MEGABYTES = 1000
 
 
@@ -20,9 +20,6 @@ class TooLarge(BaseException):
     """The peak of resident memory rose by more than MEGABYTES."""
 
 
-TIMERS = ((signal.ITIMER_PROF, signal.SIGPROF, CPU_SECONDS), (signal.ITIMER_REAL, signal.SIGALRM, SECONDS))
-
-
 @contextmanager
 def bounded(times: float = 1.0) -> Iterator[None]:
     """Raises where the block takes longer, or more memory, than any example should. Warnings are not shown.
@@ -30,19 +27,29 @@ def bounded(times: float = 1.0) -> Iterator[None]:
     times: how many times as long it may take.
     """
 
-    def late(signum: int, frame: FrameType | None) -> None:
-        raise TooSlow(f"still running at {signal.Signals(signum).name}")
+    waited = 0
+
+    def computed(signum: int, frame: FrameType | None) -> None:
+        raise TooSlow(f"{CPU_SECONDS * times:.0f} seconds of computing")
+
+    def second(signum: int, frame: FrameType | None) -> None:
+        nonlocal waited
+        waited += 1
+        if waited >= SECONDS * times:
+            raise TooSlow(f"{waited} seconds")
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    handlers = [(number, signal.signal(number, late)) for _, number, _ in TIMERS]
-    for timer, _, seconds in TIMERS:
-        signal.setitimer(timer, seconds * times)
+    handlers = [
+        (number, signal.signal(number, late)) for number, late in ((signal.SIGPROF, computed), (signal.SIGALRM, second))
+    ]
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS * times)
+    signal.setitimer(signal.ITIMER_REAL, 1, 1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for timer, _, _ in TIMERS:
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
             signal.setitimer(timer, 0)
         for number, handler in handlers:
             signal.signal(number, handler)
