@@ -116,7 +116,7 @@ def test_a_stage_that_does_not_compile_is_named_with_its_place_in_the_config():
         run(build(USERS + "untraceable"), case_of(CRITIC))
     assert "ReadsTheHost(discount=0.99)" in caught.value.what
     assert caught.value.at == "actor.advantage.estimator"
-    assert "data-dependent" in str(caught.value.found)
+    assert any(words in str(caught.value.found) for words in ("data-dependent", "Tensor.item()"))  # torch's own
     assert "on_compile_error: eager" in str(caught.value.hint)
 
 
