@@ -417,8 +417,9 @@ class Traced(PluginStage):
     largest: int = 0  # rows of the largest prompt, for a function of one prompt
 
     def forward(self, facts, *channels):
-        own = {name.removesuffix("?"): x for name, x in zip(self.of.reads, channels, strict=False)}
-        rest = channels[len(self.of.reads) :]
+        n = len(self.of.reads)
+        own = {name.removesuffix("?"): x for name, x in zip(self.of.reads, channels[:n], strict=True)}
+        rest = channels[n:]
         like = next(x for x in (*rest, *own.values()) if x is not None)
         rows_B = torch.arange(len(like), device=facts.device) < fact(facts, "rows")
 
