@@ -1,11 +1,6 @@
 """Compiles only where a test is about compiling: anywhere else the default backend stands for eager."""
 
-import os
-
 import pytest
-
-# Triton reads it when it is first imported: its kernels run without a GPU here.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)
