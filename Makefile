@@ -70,7 +70,7 @@ $(PEERS): perf/peers/requirements.txt perf/peers/install.sh
 
 bench: $(STAMP)
 	mkdir -p perf/results
-	OMP_NUM_THREADS=1 $(BENCH_BIN)/python -m pytest perf --ladder $(LADDER) --benchmark-max-time 0.2 -q \
+	OMP_NUM_THREADS=1 $(BENCH_BIN)/python -m pytest perf --ladder $(LADDER) --benchmark-max-time 0.1 -q \
 		--benchmark-columns=median,iqr,rounds --benchmark-json perf/results/bench.json
 	$(BIN)/compiled-adv dashboard perf/results/bench.json --out perf/dashboards
 

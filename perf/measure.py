@@ -19,7 +19,7 @@ import torch
 from perf.floor import Floor
 from perf.ratios import interleave, ratio
 
-SECONDS = 0.3  # for the calls in turns
+SECONDS = 0.2  # for the calls in turns
 
 
 def record(
@@ -40,7 +40,7 @@ def record(
         benchmark.extra_info["bytes_moved"] = floor.moved
     if len(runs) == 1:
         return
-    times = interleave(runs, seconds=SECONDS, rounds=(9, 60))
+    times = interleave(runs, seconds=SECONDS, rounds=(7, 60))
     ratios = {name: list(ratio(times["it"], of)) for name, of in times.items() if name != "it"}
     if floor is not None:
         benchmark.extra_info["over_floor"] = ratios.pop("floor")
