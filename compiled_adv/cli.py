@@ -21,7 +21,7 @@ except ModuleNotFoundError:
 from torch import Tensor
 
 import compiled_adv
-from compiled_adv import config_file, sheet
+from compiled_adv import config_file
 from compiled_adv.batch import widen
 from compiled_adv.channel import OPTIONAL
 from compiled_adv.errors import (
@@ -34,6 +34,7 @@ from compiled_adv.errors import (
     UnknownName,
     suggest,
 )
+from compiled_adv.files import write_whole
 from compiled_adv.report import batch_of
 from compiled_adv.report import report as report_page
 from compiled_adv.rollouts import EMBEDDED, find_rollouts, plan_results, read_groups, write_group
@@ -146,7 +147,7 @@ def run(
 
             parts = zip(*shard.gather(write), strict=True)
             if report is not None:
-                sheet.write(report, drawn)
+                write_whole(report, drawn.encode())
         if shard.rank > 0:
             return
         batches = [together([part for part in of_batch if part is not None]) for of_batch in parts]
@@ -268,7 +269,6 @@ def tune(
     from rich.console import Console
 
     from compiled_adv import tune as tuner
-    from compiled_adv.page import write
 
     with _one_message():
         workload = tuner.read_lengths(lengths, prompts)
@@ -277,8 +277,8 @@ def tune(
         tuning = tuner.tune(workload, cost, max_buckets, (max_rows, max_tokens))
         drawn = out.with_suffix(".html") if picture is None else picture
         page = tuner.picture(tuning)
-        write(out, tuner.as_yaml(tuning))
-        write(drawn, page)
+        write_whole(out, tuner.as_yaml(tuning).encode())
+        write_whole(drawn, page.encode())
     Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110).print(tuner.table(tuning))
     typer.echo(f"wrote {out} and {drawn}")
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compiled_adv import page
+from compiled_adv.chart import Chart, Series, Table, section
 from compiled_adv.errors import BenchmarkMissing, MachinesDiffer, ResultsFile, listed
-from compiled_adv.page import COLOURS, SPARE, Chart, Page, Series, Table, render, short, write
+from compiled_adv.files import write_whole
 
 RISE = 1.25  # a ratio to the floor that grew by more than this, with quartiles that do not overlap, is a regression
 RULE = (
@@ -20,6 +22,7 @@ RULE = (
     "run before it (or the baseline), and the quartiles of the two ratios do not overlap. Seconds are never compared "
     "between runs."
 )
+CHECKED = "Every answer was compared with the eager one before it was timed; medians and quartiles."
 OURS = ("compiled", "eager")
 MACHINE = ("cpu", "cores", "device", "threads")  # of the stamp: what must agree between results on one page
 LABELS = {
@@ -28,7 +31,20 @@ LABELS = {
     "column_loop": "loop over tokens",
     "turn_scatter": "loop over turns",
 }
+# The same contender looks the same in every chart.
+COLOURS = {
+    "compiled": "blue",
+    "eager": "green",
+    "areal": "orange",
+    "verl": "violet",
+    "torchrl": "pink",
+    "column_loop": "brown",
+    "turn_scatter": "olive",
+    "floor": "grey",
+}
+SPARE = tuple(COLOURS.values())
 MOST_BYTES = 200_000_000
+LONGEST = 160  # characters of one text that came from a file
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,11 @@ class Run:
 
 
 # ---- reading ----
+
+
+def short(text: object) -> str:
+    """A text that came from a file."""
+    return page.shown(text, LONGEST)
 
 
 def read_run(path: Path) -> Run:
@@ -198,7 +219,7 @@ def against_baseline(runs: Sequence[Run], results: Sequence[Path], baseline: Pat
 
 
 def _colour(contender: str) -> str:
-    return contender if contender in COLOURS and contender != "bad" else SPARE[sum(map(ord, contender)) % len(SPARE)]
+    return COLOURS.get(contender) or SPARE[sum(map(ord, contender)) % len(SPARE)]
 
 
 def _label(contender: str) -> str:
@@ -322,7 +343,7 @@ def _passes(results: Sequence[Result]) -> Chart | None:
     names = [f"{it.contender} ({it.recipe})" for it, _ in found]
     hover = [f"without {it.contender}: {_times(r)} x the time, on {it.recipe} {_shape(it.shape)}" for it, r in found]
     label = [f"{r.median:.3g}x" for _, r in found]
-    series = [Series("without the pass", [r.median for _, r in found], names, hover, "compiled", "bar", label=label)]
+    series = [Series("without the pass", [r.median for _, r in found], names, hover, "blue", "bar", label=label)]
     rows = [(it.contender, it.recipe, _shape(it.shape), _ms(it.seconds.median), _times(r)) for it, r in reversed(found)]
     return Chart(
         "What each pass is worth",
@@ -338,7 +359,7 @@ def _passes(results: Sequence[Result]) -> Chart | None:
     )
 
 
-PARTS = {"import": "floor", "first bucket": "compiled", "next bucket": "areal"}
+PARTS = {"import": "grey", "first bucket": "blue", "next bucket": "orange"}
 
 
 def _starts(results: Sequence[Result]) -> Chart | None:
@@ -383,7 +404,7 @@ def _buckets(results: Sequence[Result]) -> Chart | None:
         f"{names.get(it.contender, it.contender)}: {x} ({_shape(it.shape)})" for it, x in zip(found, label, strict=True)
     ]
     y = [names.get(it.contender, it.contender) for it in found]
-    series = [Series("time", [it.seconds.median * 1e3 for it in found], y, hover, "compiled", "bar", label=label)]
+    series = [Series("time", [it.seconds.median * 1e3 for it in found], y, hover, "blue", "bar", label=label)]
     rows = [
         (
             name,
@@ -546,16 +567,16 @@ def dashboard(runs: Sequence[Run]) -> str:
     facts = [(name, run.stamp[name]) for name in ("cpu", "cores", "threads", "device", "torch", "python")
              if name in run.stamp]  # fmt: skip
     facts.append(("commit", run.commit))
-    return render(
-        Page(
-            "compiled_adv performance",
-            headline(run.results.values()),
-            facts,
-            [it for it in charts.values() if it is not None],
-            {name: choices for name, choices in filters.items() if len(choices) > 1},
-            [RULE, "Every answer was compared with the eager one before it was timed; medians and quartiles."],
-            absent,
-        )
+    footer = [page.paragraph(RULE), page.paragraph(CHECKED)]
+    if absent:
+        footer += [page.paragraph("Not shown:"), page.bullets(absent)]
+    return page.page(
+        "compiled_adv performance",
+        [section(it) for it in charts.values() if it is not None],
+        headline=headline(run.results.values()),
+        facts=facts,
+        filters={name: choices for name, choices in filters.items() if len(choices) > 1},
+        footer=footer,
     )
 
 
@@ -564,5 +585,5 @@ def write_dashboard(results: Sequence[Path], out: Path, baseline: Path | None = 
     runs = read_runs(results)
     slower = [] if baseline is None else against_baseline(runs, results, baseline)
     path = out / "index.html"
-    write(path, dashboard(runs))
+    write_whole(path, dashboard(runs).encode())
     return path, slower

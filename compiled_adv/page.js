@@ -1,86 +1,69 @@
-// Takes the page's data; draws its charts, and again when a filter or the colour scheme changes.
+// Takes the figures that stand in the page, with colours by name; draws them, and again when a filter or the colours change.
 "use strict";
-const {charts, colours} = JSON.parse(document.getElementById("data").textContent);
-const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)");
-let chosen = null;
-const scheme = () => chosen ?? (dark.matches ? "dark" : "light");
-const css = name => getComputedStyle(root).getPropertyValue(name).trim();
+const dark = matchMedia("(prefers-color-scheme: dark)"), root = document.documentElement;
+const theme = () => root.dataset.theme ?? (dark.matches ? "dark" : "light");
 const picked = () => Object.fromEntries([...document.querySelectorAll("select")].map(x => [x.dataset.filter, x.value]));
-const fits = (tags, want) => Object.entries(tags).every(([key, x]) => !(key in want) || want[key] === x);
-const colour = key => colours[key][scheme() === "dark" ? 1 : 0];
+const fits = (tags, want) => Object.entries(tags).every(([key, x]) => !Object.hasOwn(want, key) || want[key] === x);
 
-function trace(s, chart) {
-  const it = {name: s.name, x: s.x, y: s.y, hovertext: s.hover, hoverinfo: "text"};
-  if (s.kind === "bar") {
-    const marks = s.bad ? s.bad.map(b => colour(b ? "bad" : s.colour)) : colour(s.colour);
-    return {...it, type: "bar", orientation: chart.flat ? "h" : "v", marker: {color: marks},
-      text: s.label ?? undefined, textposition: chart.stacked ? "inside" : "outside", cliponaxis: false,
-      insidetextanchor: "middle", constraintext: chart.stacked ? "inside" : "none", textangle: 0};
-  }
-  const bad = s.bad ?? s.x.map(() => false);
-  return {...it, type: "scatter", mode: "lines+markers",
-    line: {color: colour(s.colour), width: s.colour === "compiled" ? 3 : 2, dash: s.dash ? "dash" : "solid"},
-    marker: {opacity: 1, color: bad.map(b => colour(b ? "bad" : s.colour)), size: bad.map(b => b ? 13 : 7),
-      symbol: bad.map(b => b ? "x" : "circle")}};
-}
-
-function axis(title, log, more) {
-  return {title: {text: title, standoff: 12, font: {size: 13, color: css("--soft")}}, type: log ? "log" : undefined,
-    gridcolor: css("--rule"), linecolor: css("--rule"), zeroline: false, automargin: true,
-    minor: log ? {ticks: "", showgrid: false} : undefined, ...(log ? {dtick: undefined, exponentformat: "none"} : {}),
-    ...more};
+function coloured(value, colours) {
+  if (typeof value === "string") return Object.hasOwn(colours, value) ? colours[value] : value;
+  if (Array.isArray(value)) return value.map(each => coloured(each, colours));
+  if (value === null || typeof value !== "object") return value;
+  return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, coloured(each, colours)]));
 }
 
 // 1, 10, 100; and 2 and 5 of each where the numbers span but a few decades.
-function logTicks(all) {
-  const least = Math.log10(Math.min(...all)), most = Math.log10(Math.max(...all));
+function logTicks(numbers) {
+  const least = Math.log10(Math.min(...numbers)), most = Math.log10(Math.max(...numbers));
   const steps = most - least < 2.5 ? [1, 2, 5] : [1], ticks = [];
   for (let e = Math.floor(least) - 1; e <= Math.ceil(most) + 1; e++)
     for (const step of steps) ticks.push(Number((step * 10 ** e).toPrecision(1)));
-  return {tickmode: "array", tickvals: ticks, ticktext: ticks.map(x => x.toLocaleString("en", {maximumFractionDigits: 9}))};
+  const ticktext = ticks.map(x => x.toLocaleString("en", {maximumFractionDigits: 9}));
+  return {tickmode: "array", tickvals: ticks, ticktext};
 }
 
 // Room for the labels beyond the ends of bars, which plotly does not count.
-function room(traces, flat, log, stacked) {
-  const all = traces.flatMap(t => flat ? t.x : t.y);
-  const least = Math.min(...all), most = Math.max(...all);
-  if (log) return {range: [Math.log10(least / 2), Math.log10(most * (flat ? 3 : 1.6))]};
-  return {range: [0, most * (stacked ? 1 : flat ? 1.25 : 1.12)], ...(stacked ? {autorange: true} : {})};
+function room(numbers, log, lying) {
+  const least = Math.min(...numbers), most = Math.max(...numbers);
+  return {range: log ? [Math.log10(least / 2), Math.log10(most * (lying ? 3 : 1.6))] : [0, most * (lying ? 1.25 : 1.12)]};
 }
 
-function layout(c, traces) {
-  const ticks = c.ticks ? {tickmode: "array", tickvals: c.ticks[0], ticktext: c.ticks[1]} : {};
-  const plain = log => log ? logTicks(traces.flatMap(t => c.flat ? t.x : t.y)) : {};
-  const line = c.line_at === null ? [] : [{type: "line", layer: "below", line: {color: css("--soft"), width: 1, dash: "dot"},
-    ...(c.flat ? {x0: c.line_at, x1: c.line_at, yref: "paper", y0: 0, y1: 1}
-               : {y0: c.line_at, y1: c.line_at, xref: "paper", x0: 0, x1: 1})}];
-  const bars = traces.some(t => t.type === "bar"), shown = traces.length > 1;
-  return {height: c.height, margin: {l: 60, r: 24, t: shown ? 34 : 14, b: 52}, shapes: line,
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: {family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink")},
-    barmode: c.stacked ? "stack" : "group", bargap: .32, bargroupgap: .06, showlegend: shown,
-    legend: {orientation: "h", x: 0, y: 1.0, yanchor: "bottom", traceorder: "normal"},
-    hoverlabel: {bgcolor: css("--card"), bordercolor: css("--rule"), font: {color: css("--ink"), size: 13}, align: "left"},
-    hovermode: "closest",
-    xaxis: axis(c.x_title, c.x_log, c.ticks ? ticks : !bars || !c.flat ? {type: c.x_log ? "log" : "category"}
-      : {...plain(c.x_log), ...room(traces, true, c.x_log, c.stacked)}),
-    yaxis: axis(c.y_title, c.y_log, c.flat ? {autorange: "reversed", type: "category"}
-      : {...plain(c.y_log), ...(bars ? room(traces, false, c.y_log, c.stacked) : {})})};
+function axis(name, traces, own, c) {
+  const numbers = traces.flatMap(t => t[name]).filter(Number.isFinite), log = own.type === "log";
+  const labelled = traces.some(t => t.textposition === "outside" && (t.orientation === "h") === (name === "x"));
+  return {gridcolor: c["@line"], linecolor: c["@line"], zerolinecolor: c["@line"], automargin: true,
+    ...(log ? {minor: {ticks: "", showgrid: false}, ...logTicks(numbers)} : {}),
+    ...(labelled ? room(numbers, log, name === "x") : {}), ...own,
+    title: {standoff: 10, font: {size: 13, color: c["@soft"]}, ...own.title}};
 }
 
-function draw() {
-  root.dataset.scheme = scheme();
-  const want = picked();
-  charts.forEach((c, i) => {
-    const section = document.getElementById("chart-" + i), plot = section.querySelector(".plot");
-    const traces = c.series.filter(s => fits(s.tags, want)).map(s => trace(s, c));
-    plot.hidden = !traces.length;
-    section.querySelector(".nothing").hidden = traces.length > 0;
-    if (traces.length) Plotly.react(plot, traces, layout(c, traces), {responsive: true, displayModeBar: false});
-    for (const row of section.querySelectorAll("tbody tr")) row.hidden = !fits(JSON.parse(row.dataset.tags), want);
-  });
+function draw(place, c, want) {
+  const figure = JSON.parse(place.parentElement.querySelector("script").textContent);
+  const traces = figure.data.filter(t => fits(t.meta ?? {}, want)).map(t => coloured(t, c));
+  place.hidden = !traces.length;
+  place.parentElement.querySelector(".nothing").hidden = traces.length > 0;
+  if (!traces.length) return;
+  const own = coloured(figure.layout, c);
+  Plotly.react(place, traces, {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: {l: 60, r: 24, t: 14, b: 48},
+    font: {family: getComputedStyle(document.body).fontFamily, size: 13, color: c["@ink"]}, hovermode: "closest",
+    hoverlabel: {bgcolor: c["@surface"], bordercolor: c["@line"], font: {color: c["@ink"], size: 13}, align: "left"},
+    legend: {orientation: "h", x: 0, y: 1.01, yanchor: "bottom", traceorder: "normal"}, ...own,
+    xaxis: axis("x", traces, own.xaxis ?? {}, c), yaxis: axis("y", traces, own.yaxis ?? {}, c),
+  }, {responsive: true, displaylogo: false, displayModeBar: false});
 }
-document.getElementById("scheme").onclick = () => { chosen = scheme() === "dark" ? "light" : "dark"; draw(); };
-dark.onchange = draw;
-document.querySelectorAll("select").forEach(x => x.onchange = draw);
-draw();
+
+function redraw() {
+  const c = themes[theme()], want = picked();
+  for (const place of document.querySelectorAll(".chart"))
+    if (place.parentElement.offsetParent) draw(place, c, want);  // one that is folded is drawn when it opens
+  for (const row of document.querySelectorAll("tr[data-tags]")) row.hidden = !fits(JSON.parse(row.dataset.tags), want);
+}
+document.getElementById("theme").addEventListener("click", () => {
+  root.dataset.theme = theme() === "dark" ? "light" : "dark";
+  redraw();
+});
+dark.addEventListener("change", redraw);
+document.addEventListener("toggle", redraw, true);
+for (const each of document.querySelectorAll("select")) each.addEventListener("change", redraw);
+redraw();

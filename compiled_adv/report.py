@@ -3,7 +3,7 @@
     compiled_adv.report.write("report.html", compute, batch, meta)      # computes the batch, returns what it computed
 
 The page is bounded whatever the batch: histograms, at most GROUPS prompts and ROWS rows of at most TOKENS tokens, and
-says so. Everything that came with the batch is escaped (sheet.py).
+says so. Everything that came with the batch is escaped (page.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_adv import sheet
+from compiled_adv import page
 from compiled_adv.batch import as_meta
 from compiled_adv.channel import STATS
 from compiled_adv.compiler import Compute
 from compiled_adv.errors import AdvantageWarning
-from compiled_adv.sheet import Markup, Section, Tile, escape, label, number
+from compiled_adv.files import write_whole
+from compiled_adv.page import Markup, Section, Tile, escape, label, number
 from compiled_adv.status import WARNINGS
 
 GROUPS, ROWS, TOKENS = 64, 8, 512  # most prompts, rows and tokens of a row that a page shows
@@ -66,7 +67,7 @@ def write(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AdvantageWarning)  # the page shows them
         out = compute(batch, meta, **per_call)
-    sheet.write(Path(path), report([batch_of("Batch", compute, out, meta, decode=decode)], compute))
+    write_whole(Path(path), report([batch_of("Batch", compute, out, meta, decode=decode)], compute).encode())
     return out
 
 
@@ -90,15 +91,15 @@ def report(batches: Sequence[Batch], compute: Compute) -> str:
     """The page."""
     lead = f"{len(batches)} batch{'es' if len(batches) > 1 else ''}, backend {compute.spec.advantage.backend}"
     sections = [section for batch in batches for section in _batch(batch)]
-    return sheet.page("Batch report", [*sections, _pipeline(compute)], lead=lead)
+    return page.page("Batch report", [*sections, _pipeline(compute)], lead=lead)
 
 
 def _batch(batch: Batch) -> list[Section]:
     return [
-        Section(batch.name, [sheet.tiles(_tiles(batch)), _warnings(batch)]),
+        Section(batch.name, [page.tiles(_tiles(batch)), _warnings(batch)]),
         Section(
             f"{batch.name}: prompts",
-            [sheet.columns(_rewards(batch), _advantages(batch)), _distributions(batch)],
+            [page.columns(_rewards(batch), _advantages(batch)), _distributions(batch)],
             "A prompt whose rollouts all earn the same reward teaches nothing under a group baseline."
             + _left_out(len(batch.sizes), GROUPS, "prompts"),
         ),
@@ -164,14 +165,14 @@ def _state(x: float, warn: float, bad: float) -> str:
 
 def _warnings(batch: Batch) -> Markup:
     if not batch.warnings:
-        return sheet.paragraph("No warnings.")
+        return page.paragraph("No warnings.")
     rows = []
     for name in _ranked(batch):
         which = batch.warnings[name]
         more = f" … and {len(which) - ROW_NUMBERS:,} more" if len(which) > ROW_NUMBERS else ""
         numbers = " ".join(map(str, which[:ROW_NUMBERS])) + more
         rows.append((Markup(f"<b>{escape(name)}</b>"), len(which), WARNINGS.get(name, ""), numbers))
-    return sheet.table(["warning, worst first", "rows", "what it means", "which rows"], rows)
+    return page.table(["warning, worst first", "rows", "what it means", "which rows"], rows)
 
 
 def _ranked(batch: Batch) -> list[str]:
@@ -216,8 +217,8 @@ def _rewards(batch: Batch) -> Markup:
         },
     ]
     layout = {"xaxis": {"title": {"text": "prompt"}}, "yaxis": {"title": {"text": "reward"}}}
-    table = sheet.table(["prompt", "rows", "mean", "smallest", "largest", "no spread"], rows)
-    return sheet.chart("Reward of each rollout", {"data": data, "layout": layout}, table)
+    table = page.table(["prompt", "rows", "mean", "smallest", "largest", "no spread"], rows)
+    return page.chart("Reward of each rollout", {"data": data, "layout": layout}, table)
 
 
 def _advantages(batch: Batch) -> Markup:
@@ -243,8 +244,8 @@ def _advantages(batch: Batch) -> Markup:
         "hoverinfo": "y",
     }
     layout = {"xaxis": {"title": {"text": "prompt"}}, "yaxis": {"title": {"text": "advantage"}}}
-    table = sheet.table(["prompt", "tokens", "smallest", "quarter", "median", "three quarters", "largest"], rows)
-    return sheet.chart("Advantages of each prompt's tokens", {"data": [box], "layout": layout}, table)
+    table = page.table(["prompt", "tokens", "smallest", "quarter", "median", "three quarters", "largest"], rows)
+    return page.chart("Advantages of each prompt's tokens", {"data": [box], "layout": layout}, table)
 
 
 def _distributions(batch: Batch) -> Markup:
@@ -254,13 +255,13 @@ def _distributions(batch: Batch) -> Markup:
         _histogram("Advantages", batch.out["advantages"][mask_BT], "advantage", "generated tokens", "@green"),
     ]
     made.append(_histogram("Response lengths", mask_BT.sum(1), "generated tokens", "rollouts", "@violet"))
-    return sheet.columns(*made, narrow=True)
+    return page.columns(*made, narrow=True)
 
 
 def _histogram(title: str, values: Tensor, of: str, count: str, colour: str) -> Markup:
     values = values.detach().to("cpu", torch.float64).flatten()
     if not len(values):
-        return sheet.paragraph(f"{title}: nothing to show.")
+        return page.paragraph(f"{title}: nothing to show.")
     low, high = float(values.min()), float(values.max())
     if low == high:
         low, high = low - 0.5, high + 0.5
@@ -270,7 +271,7 @@ def _histogram(title: str, values: Tensor, of: str, count: str, colour: str) -> 
     bars = {"type": "bar", "x": centres, "y": counts, "width": width, "marker": {"color": colour}}
     layout = {"xaxis": {"title": {"text": of}}, "yaxis": {"title": {"text": count}}, "bargap": 0}
     rows = [(f"{c - width / 2:.4g} to {c + width / 2:.4g}", n) for c, n in zip(centres, counts, strict=True) if n]
-    return sheet.chart(title, {"data": [bars], "layout": layout}, sheet.table([of, count], rows), height=240)
+    return page.chart(title, {"data": [bars], "layout": layout}, page.table([of, count], rows), height=240)
 
 
 # ---- tokens ----
@@ -285,7 +286,7 @@ def _rows(batch: Batch) -> list[Markup]:
     widths = [min(TOKENS, int(lengths_B[b]) - start) for b, start in zip(chosen, starts, strict=True)]
     width = max(widths, default=0)
     if width <= 0:
-        return [sheet.paragraph("No tokens to show.")]
+        return [page.paragraph("No tokens to show.")]
     most = float(x_BT[mask_BT].abs().max()) if mask_BT.any() else 1.0
     z, names, shapes, tables = [], [], [], []
     for i, (b, start) in enumerate(zip(chosen, starts, strict=True)):
@@ -302,7 +303,7 @@ def _rows(batch: Batch) -> list[Markup]:
         "type": "heatmap",
         "z": z,
         "y": names,
-        "colorscale": sheet.DIVERGING,
+        "colorscale": page.DIVERGING,
         "zmin": -most or -1.0,
         "zmax": most or 1.0,
         "hoverongaps": False,
@@ -316,10 +317,10 @@ def _rows(batch: Batch) -> list[Markup]:
         "shapes": shapes,
     }
     rows = [(f"row {b}", f"{float(batch.out['rewards'][b]):.4g}", int(mask_BT[b].sum())) for b in chosen]
-    table = sheet.table(["row", "reward", "generated tokens"], rows)
+    table = page.table(["row", "reward", "generated tokens"], rows)
     note = "Lines are turn boundaries." if shapes else ""
     figure = {"data": [heat], "layout": layout}
-    drawn = sheet.chart("Advantages by token", figure, table, note=note, height=90 + 44 * len(chosen))
+    drawn = page.chart("Advantages by token", figure, table, note=note, height=90 + 44 * len(chosen))
     return [drawn, *tables]
 
 
@@ -364,7 +365,7 @@ def _tokens(batch: Batch, b: int, start: int, active_T: Tensor, values_T: Tensor
         parts.append(f'<span style="{shade}" title="{value:.4g}">{text}</span>')
     words = Markup(f'<div class="tokens">{(" " if decode is None else "").join(parts)}</div>')
     kind = "token ids" if decode is None else "text"
-    return sheet.folded(f"row {b}: reward {float(batch.out['rewards'][b]):.4g}, its {kind}", words)
+    return page.folded(f"row {b}: reward {float(batch.out['rewards'][b]):.4g}, its {kind}", words)
 
 
 # ---- the graph ----
@@ -381,8 +382,8 @@ def _pipeline(compute: Compute) -> Section:
         reads = ", ".join(name or "–" for name in stage["reads"])
         count = f"{len(parts)} in one" if len(parts) > 1 else ""
         rows.append((i, fused, count, stage["config"], reads, ", ".join(stage["writes"])))
-    table = sheet.table(["", "stage", "fused", "config", "reads", "writes"], rows)
+    table = page.table(["", "stage", "fused", "config", "reads", "writes"], rows)
     gone = len(first["stages"]) - sum(len(stage["name"].split("+")) for stage in last["stages"])
     wired, run = len(first["stages"]), len(last["stages"])
     note = f"{wired} stages as wired, {run} as the compiled backend runs them: {max(0, gone)} dropped or shared."
-    return Section("Pipeline", [sheet.folded("the stages, in order", table)], note)
+    return Section("Pipeline", [page.folded("the stages, in order", table)], note)

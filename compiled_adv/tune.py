@@ -31,9 +31,10 @@ import yaml
 from torch import Tensor
 
 from compiled_adv.batch import concat_batch
+from compiled_adv.chart import Chart, Series, Table, section
 from compiled_adv.compiler import Compute
 from compiled_adv.errors import AdvantageWarning, InvalidValue, LengthsFile, shown
-from compiled_adv.page import Chart, Page, Series, Table, render
+from compiled_adv.page import page
 from compiled_adv.rollouts import find_rollouts, read_groups
 from compiled_adv.spec import Boundaries, Spec
 
@@ -450,7 +451,7 @@ def picture(tuning: Tuning) -> str:
     def bars(title: str, note: str, values: Sequence[float], unit: str, axis: str) -> Chart:
         label = [f"{x:.3g}{unit}" for x in values]
         hover = [f"{name}: {x}" for name, x in zip(names, label, strict=True)]
-        series = [Series(axis, values, names, hover, "compiled", "bar", label=label)]
+        series = [Series(axis, values, names, hover, "blue", "bar", label=label)]
         return Chart(title, note, series, table, axis, "", flat=True, height=230)
 
     cost, ks = tuning.cost, [k for k, _, _ in tuning.frontier]
@@ -458,11 +459,11 @@ def picture(tuning: Tuning) -> str:
     def line(name: str, colour: str, found: Sequence[Choice]) -> Series:
         y = [1e3 * cost.step(it.slots, it.buckets) for it in found]
         hover = [f"{name}, at most {k} buckets: {ms:.3g} ms" for k, ms in zip(ks, y, strict=True)]
-        return Series(name, ks, y, hover, colour, dash=colour != "compiled")
+        return Series(name, ks, y, hover, colour, dash=colour != "blue")
 
     frontier = [
-        line("tuned", "compiled", [it for _, it, _ in tuning.frontier]),
-        line("powers of two", "areal", [it for _, _, it in tuning.frontier]),
+        line("tuned", "blue", [it for _, it, _ in tuning.frontier]),
+        line("powers of two", "orange", [it for _, _, it in tuning.frontier]),
     ]
     over: list[tuple[str, ...]] = []
     for k, best, other in tuning.frontier:
@@ -479,21 +480,21 @@ def picture(tuning: Tuning) -> str:
         "milliseconds a step",
         ticks=[(k, str(k)) for k in ks],
     )
-    return render(
-        Page(
-            "compiled-adv tune",
-            f"{tuning.chosen.buckets} tuned buckets: a call with powers of two takes {tuning.gain:.2f} times as long",
-            [
-                ("lengths", tuning.workload.source),
-                ("batches", str(tuning.workload.steps)),
-                ("a call", f"{1e6 * cost.per_call:.3g} us + {1e9 * cost.per_slot:.3g} ns a slot"),
-                ("worst error of the fit", f"{100 * cost.misfit:.0f} %"),
-                ("compiling", f"{cost.compile_seconds:.2g} s a bucket, over {cost.steps:,} steps"),
-            ],
-            [
-                bars("Padding", "The share of computed slots that hold nothing of a batch.", waste, " %", "percent"),
-                bars("Expected time", "Of a step, with its share of compiling.", step, " ms", "milliseconds a step"),
-                over_k,
-            ],
-        )
+    charts = [
+        bars("Padding", "The share of computed slots that hold nothing of a batch.", waste, " %", "percent"),
+        bars("Expected time", "Of a step, with its share of compiling.", step, " ms", "milliseconds a step"),
+        over_k,
+    ]
+    headline = f"{tuning.chosen.buckets} tuned buckets: a call with powers of two takes {tuning.gain:.2f} times as long"
+    return page(
+        "compiled-adv tune",
+        [section(each) for each in charts],
+        headline=headline,
+        facts=[
+            ("lengths", tuning.workload.source),
+            ("batches", str(tuning.workload.steps)),
+            ("a call", f"{1e6 * cost.per_call:.3g} us + {1e9 * cost.per_slot:.3g} ns a slot"),
+            ("worst error of the fit", f"{100 * cost.misfit:.0f} %"),
+            ("compiling", f"{cost.compile_seconds:.2g} s a bucket, over {cost.steps:,} steps"),
+        ],
     )

@@ -25,7 +25,7 @@ def test_every_chart_is_drawn(page: Any, path: Path, scheme: str) -> None:
     page.prefer(scheme)
     page.open(path)
     assert page.errors() == []
-    charts = page.all("section .plot")
+    charts = page.all("section .chart")
     assert len(charts) == 9
     for chart in charts:
         marks = chart.find_elements("css selector", ".point path, .points path, .js-line")
@@ -34,11 +34,9 @@ def test_every_chart_is_drawn(page: Any, path: Path, scheme: str) -> None:
 
 def test_the_filter_leaves_the_chosen_recipe(page: Any, path: Path) -> None:
     page.open(path)
-    times = "document.querySelector('.plot').data.map(t => t.y[1])"
+    times = "document.querySelector('.chart').data.map(t => t.y[1])"
     before = page.js(times)
-    shown = (
-        "[...document.querySelectorAll('#chart-0 tbody tr')].filter(r => !r.hidden).map(r => r.cells[0].textContent)"
-    )
+    shown = "[...document.querySelectorAll('#s0 tbody tr')].filter(r => !r.hidden).map(r => r.cells[0].textContent)"
     assert set(page.js(shown)) == {"token_gae"}
     page.driver.execute_script(
         "const it = document.querySelector('select'); it.value = 'grpo'; it.dispatchEvent(new Event('change'))"
@@ -50,18 +48,18 @@ def test_the_filter_leaves_the_chosen_recipe(page: Any, path: Path) -> None:
 def test_the_button_turns_light_into_dark(page: Any, path: Path) -> None:
     page.open(path)
     back = "getComputedStyle(document.body).backgroundColor"
-    colour = "document.querySelector('.plot').data[0].line.color"
+    colour = "document.querySelector('.chart').data[0].line.color"
     light = page.js(back), page.js(colour)
-    page.all("#scheme")[0].click()
+    page.all("#theme")[0].click()
     dark = page.js(back), page.js(colour)
     assert light[0] != dark[0] and light[1] != dark[1]
-    page.all("#scheme")[0].click()
+    page.all("#theme")[0].click()
     assert (page.js(back), page.js(colour)) == light
 
 
 def test_a_regression_is_marked_in_the_history(page: Any, path: Path) -> None:
     page.open(path)
-    symbols = page.js("[...document.querySelectorAll('.plot')].at(-1).data[0].marker.symbol")
+    symbols = page.js("[...document.querySelectorAll('.chart')].at(-1).data[0].marker.symbol")
     assert symbols == ["circle", "circle", "x"]
 
 

@@ -19,5 +19,5 @@ def test_the_picture_is_drawn(page: Any, tmp_path: Path, scheme: str) -> None:
     page.prefer(scheme)
     page.open(path)
     assert page.errors() == []
-    assert len(page.all("section .plot .main-svg")) >= 3
+    assert len(page.all("section .chart .main-svg")) >= 3
     assert page.js("document.querySelectorAll('dd b').length") == 0
