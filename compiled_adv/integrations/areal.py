@@ -18,11 +18,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from compiled_adv.advantage import EXTRAS, AdvantageResult
 from compiled_adv.channel import OUTPUTS
 from compiled_adv.compiler import Compute
 from compiled_adv.errors import ConflictingSettings, InvalidValue, UnsupportedTrainer
+from compiled_adv.pipeline import meeting_points
 from compiled_adv.resolve import resolve_spec
 from compiled_adv.spec import Norm, Spec, load_config
 
@@ -58,7 +60,6 @@ def compute(
     }
     block = {name: value for name, value in given.items() if value is not None}
     built = _builds.get(inputs.config, inputs.config, _values(inputs.config) | {"advantage": block})
-    _check_ranks(built.spec)
     per_call = {name: getattr(inputs, name) for name in PER_CALL if hasattr(inputs, name)}
     out = built(inputs.data, inputs.meta, **per_call)
     # Whole numbers of an identity shaping; a full override returns floating point.
@@ -90,16 +91,6 @@ def _result_class() -> Any:
         return importlib.import_module(PLUG_IN_POINT).AdvantageResult
     except (ImportError, AttributeError):
         return AdvantageResult
-
-
-def _check_ranks(spec: Spec) -> None:
-    """Refuse what AReaL sums over all ranks, while ours are the statistics of one."""
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    for name in NORMS:
-        norm = getattr(spec, name)
-        if ranks > 1 and norm is not None and "batch" in (norm.mean_level, norm.std_level):
-            what = "AReaL takes batch-level statistics over all ranks, which is not done here"
-            raise ConflictingSettings(what, at=spec.at(f"actor.{name}"), found=f"{ranks} ranks", hint="level group")
 
 
 def _values(config: Any) -> dict[str, Any]:
@@ -251,7 +242,6 @@ def _init(self: Any, config: Any, engine: Any) -> None:
 def _compute_advantages(self: Any, data: dict[str, Any]) -> dict[str, Any]:
     """One padded batch, with the results put into it, as AReaL does. Its tensors are not written to."""
     computed = compute_of(self)
-    _check_ranks(computed.spec)
     out = computed({name: x for name, x in data.items() if name not in NOT_READ})
     spec, shaping = computed.spec, computed.spec.advantage.outcome_reward_shaping.implementation
     written = {
@@ -316,31 +306,33 @@ def _digest(path: str) -> str | None:
 
 
 class _Builds:
-    """The Computes of a config or an actor, by the values that they were built from; forgotten together with it."""
+    """The Computes of a config or an actor, by the values and ranks that they were built for; forgotten with it."""
 
     MOST = 4  # of one owner; more than one where its values change
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref[Any], list[tuple[Any, Compute]]]] = {}
+        self._of: dict[int, tuple[weakref.ref[Any], list[tuple[Any, Any, Compute]]]] = {}
         self._lock = threading.RLock()
 
     def get(
         self, owner: Any, config: Any, values: dict[str, Any], check: Callable[[Spec], None] = lambda spec: None
     ) -> Compute:
-        """The Compute of `config` with these values. `check` sees its Spec first."""
+        """The Compute of `config` with these values, on the ranks of now. `check` sees its Spec first."""
+        ranks = _ranks()
         with self._lock:
             held = self._held(owner)
-            for built_from, built in held:
-                if built_from == values:
+            for built_from, among, built in held:
+                if built_from == values and among is ranks:
                     return built
             values = copy.deepcopy(values)
             spec = load_config(_with(config, values))
             check(spec)
-            held.insert(0, (values, Compute(spec)))
+            # As in AReaL, ranks meet only for a batch-level norm: without one they need not all call.
+            held.insert(0, (values, ranks, Compute(spec, ranks if meeting_points(spec) else None)))
             del held[self.MOST :]
-            return held[0][1]
+            return held[0][2]
 
-    def _held(self, owner: Any) -> list[tuple[Any, Compute]]:
+    def _held(self, owner: Any) -> list[tuple[Any, Any, Compute]]:
         number = id(owner)
         if number not in self._of:
             try:
@@ -350,6 +342,15 @@ class _Builds:
                 raise InvalidValue("this config cannot be held", at="actor", found=type(owner), hint=hint) from None
             self._of[number] = (reference, [])
         return self._of[number][1]
+
+
+def _ranks() -> Any:
+    """The group over which AReaL takes batch-level statistics: the default one. None: there is one rank, so far.
+
+    AReaL starts torch.distributed after it has built the actor.
+    """
+    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if many else None
 
 
 _builds = _Builds()

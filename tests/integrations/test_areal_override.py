@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import multiprocessing
 import re
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,12 +25,12 @@ from compiled_adv.batch import as_meta
 from compiled_adv.errors import (
     BadKwargs,
     CompiledAdvError,
-    ConflictingSettings,
     MissingKey,
     UnknownKey,
     UnsupportedTrainer,
 )
 from compiled_adv.integrations import areal
+from tests.integrations import areal_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -215,8 +215,8 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     made: list[Any] = []
     build = areal.Compute
 
-    def counted(spec: Any) -> Any:
-        made.append(weakref.ref(built := build(spec)))
+    def counted(spec: Any, ranks: Any) -> Any:
+        made.append(weakref.ref(built := build(spec, ranks)))
         return built
 
     monkeypatch.setattr(areal, "Compute", counted)
@@ -259,6 +259,28 @@ def test_builds_go_with_their_config(builds: list[Any]) -> None:
     assert gone() is None and builds[0]() is None and len(areal._builds._of) == held - 1
 
 
+# ---- ranks ----
+
+
+def test_batch_level_norms_are_of_all_ranks_and_only_these_make_ranks_meet(tmp_path: Path) -> None:
+    by_batch = areal_rank.ActorConfig(adv_norm=SimpleNamespace(mean_level="batch", std_level="batch"))
+    by_group = areal_rank.ActorConfig(adv_norm=SimpleNamespace(mean_level="group", std_level="group"))
+    batches = [rollout(), rollout(rewards=torch.tensor([3.0, -7.0]))]
+    given = [
+        (rank, str(tmp_path / "store"), inputs_of(by_batch, batch), inputs_of(by_group, batch))
+        for rank, batch in enumerate(batches)
+    ]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        seen = pool.starmap_async(areal_rank.advantages, given, chunksize=1).get(timeout=300)
+    rows = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    meta = {"n_trajs": 2, "traj_group_sizes": [2, 2], "traj_seqlens": [4, 4]}
+    whole = compiled_adv.build(by_batch)(rows, meta)["advantages"].split(2)
+    for rank, batch in enumerate(batches):
+        torch.testing.assert_close(seen[rank]["together"], whole[rank], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(seen[rank]["alone"], compiled_adv.build(by_batch)(batch, META)["advantages"])
+    assert torch.equal(seen[0]["by_group"], compiled_adv.build(by_group)(batches[0], META)["advantages"])
+
+
 # ---- refused ----
 
 
@@ -289,15 +311,3 @@ def test_kwargs_survive_json_unchanged() -> None:
     before = copy.deepcopy(kwargs)
     areal.compute(inputs_of(config_of(kwargs)), **kwargs)
     assert kwargs == before
-
-
-@pytest.mark.parametrize("level", ["batch", "group"])
-def test_batch_level_statistics_of_one_rank_are_refused_where_areal_takes_all(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    config = config_of({})
-    config.adv_norm = SimpleNamespace(mean_level=level, std_level=None)
-    with nullcontext() if level == "group" else pytest.raises(ConflictingSettings, match="2 ranks"):
-        areal.compute(inputs_of(config))

@@ -171,38 +171,40 @@ def smooth(values: list[float], over: int = 10) -> list[float]:
     return [sum(values[max(0, i - over + 1) : i + 1]) / min(i + 1, over) for i in range(len(values))]
 
 
+TITLE = "Copying digits: share of digits that are right, mean of 10 steps"
+
+
 def drawn(curves: dict[str, list[float]]) -> str:
     """An SVG of rewards from 0 to 1 over steps."""
-    left, top, width, height = 48, 16, 520, 200
-    steps = max(map(len, curves.values()))
-    lines = ["#d08020", "#2060c0"]
+    left, top, width, height = 56, 44, 560, 220
+    bottom, steps = top + height, max(map(len, curves.values()))
+    # The second lies over the first: thin on broad lets both be seen.
+    looks = ['stroke="#f0b060" stroke-width="8"', 'stroke="#1f4e9c" stroke-width="2"']
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 16} {top + height + 44}" '
-        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="320" viewBox="0 0 640 320" fill="#333" '
+        'font-family="Helvetica, Arial, sans-serif" font-size="12"><rect width="640" height="320" fill="white"/>',
+        f'<text x="{left}" y="24" font-size="14" font-weight="bold">{TITLE}</text>',
     ]
     for i in range(6):
-        y = top + height * (1 - i / 5)
-        parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{i / 5:.1f}</text>')
-    for i in range(0, steps + 1, steps // 5):
-        x = left + width * i / steps
-        parts.append(f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{i}</text>')
-    for n, (name, values) in enumerate(curves.items()):
-        points = " ".join(
-            f"{left + width * i / steps:.1f},{top + height * (1 - value):.1f}" for i, value in enumerate(values, 1)
-        )
-        # The second lies over the first: dashes let both be seen.
-        dashes = ' stroke-dasharray="6 6"' if n else ""
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{lines[n]}" stroke-width="2.5"{dashes}/>')
-        place = f'x="{left + width - 8}" y="{top + height - 28 + 18 * n}" text-anchor="end"'
-        parts.append(f'<text {place} fill="{lines[n]}">{name}</text>')
-    parts.append(f'<text x="{left + width / 2}" y="{top + height + 38}" text-anchor="middle">step</text></svg>')
+        y = bottom - height * i / 5
+        parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="{"#e4e4e4" if i else "#888"}"/>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{20 * i}%</text>')
+    for step in range(0, steps + 1, 20):
+        x = left + width * step / steps
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{step}</text>')
+    for n, ((name, values), look) in enumerate(zip(curves.items(), looks, strict=True)):
+        points = " ".join(f"{left + width * i / steps:.1f},{bottom - height * x:.1f}" for i, x in enumerate(values, 1))
+        line = f'fill="none" stroke-linecap="round" stroke-linejoin="round" {look}'
+        x, y = left + 330, bottom - 70 + 22 * n
+        parts.append(f'<polyline points="{points}" {line}/>')
+        parts.append(f'<path d="M{x} {y - 4}h28" {line}/><text x="{x + 40}" y="{y}">{name}</text>')
+    parts.append(f'<text x="{left + width / 2}" y="{bottom + 40}" text-anchor="middle">step</text></svg>')
     return "\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    runs = {"AReaL's own advantages": train(80, ours=False), "compiled_adv's": train(80, ours=True)}
+    runs = {"with AReaL's own advantages": train(80, ours=False), "with compiled_adv's": train(80, ours=True)}
     Path(sys.argv[1]).write_text(drawn({name: smooth(run.rewards) for name, run in runs.items()}))
     for name, run in runs.items():
         print(f"{name}: reward {sum(run.rewards[:10]) / 10:.3f} -> {sum(run.rewards[-10:]) / 10:.3f}")

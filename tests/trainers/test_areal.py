@@ -336,3 +336,40 @@ def test_areals_own_worker_server_computes_here(server: int, actor_config: Any) 
     called = {"method": "calls_served", "engine_name": "actor/0", "kwargs": {}}
     answer = post(server, "/call", called | {"args": serialize_value([random_trajectories(8)])})
     assert answer["status"] == "success" and answer["result"] == 1
+
+
+# ---- ranks ----
+
+
+def norms_over_ranks(seed: int) -> bool:
+    """A batch-level norm, and something generated on either rank: its own function waits forever for one without."""
+    norms = [norm for name in ("reward_norm", "adv_norm") if (norm := random_settings(seed)[name])]
+    generated = [sum(int(t["loss_mask"].sum()) for t in random_trajectories(2 * seed + rank)) for rank in (0, 1)]
+    return any("batch" in (norm["mean_level"], norm["std_level"]) for norm in norms) and min(generated) > 0
+
+
+OVER_RANKS = [seed for seed in range(80) if norms_over_ranks(seed)][:24]
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, dict[str, float]]]:
+    """By rank and seed; the first case is compiled."""
+    store = str(tmp_path_factory.mktemp("ranks") / "store")
+
+    def case(n: int, seed: int, rank: int) -> tuple[str, dict[str, Any], Any]:
+        return "eager" if n else "compiled", random_settings(seed), random_trajectories(2 * seed + rank)
+
+    given = [(rank, store, [case(n, seed, rank) for n, seed in enumerate(OVER_RANKS)]) for rank in (0, 1)]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        seen = pool.starmap_async(areal_workers.on_one_rank, given, chunksize=1).get(timeout=600)
+    return [dict(zip(OVER_RANKS, of_rank, strict=True)) for of_rank in seen]
+
+
+@pytest.mark.parametrize("seed", OVER_RANKS)
+def test_batch_level_norms_are_of_all_ranks_as_its_own(seed: int, of_two_ranks: Any) -> None:
+    assert max(of_rank[seed]["own"] for of_rank in of_two_ranks) <= 1e-5
+
+
+def test_what_two_ranks_compute_is_not_what_one_computes_alone(of_two_ranks: Any) -> None:
+    apart = [min(of_rank[seed]["alone"] for of_rank in of_two_ranks) > 1e-3 for seed in OVER_RANKS]
+    assert sum(apart) > 0.8 * len(apart)
