@@ -21,7 +21,7 @@ def advantages(rank: int, store: str, by_batch: Any, by_group: Any) -> dict[str,
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     seen = {"alone": areal.compute(by_batch).advantages}
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(minutes=5)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
     seen["together"] = areal.compute(by_batch).advantages
     if rank == 0:

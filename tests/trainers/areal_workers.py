@@ -66,7 +66,7 @@ def on_one_rank(rank: int, store: str, cases: list[tuple[str, dict[str, Any], An
     areal.enable()
     served = [actor_of(settings) for _, settings, _ in cases]
     areal.disable()
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(minutes=5)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
     own = [actor.compute_advantages(copied(case[2])) for actor, case in zip(actors, cases, strict=True)]
     seen = []
