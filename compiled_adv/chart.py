@@ -127,6 +127,7 @@ def _layout(it: Chart) -> dict[str, Any]:
         "yaxis": y,
         "shapes": [] if it.line_at is None else [style | line],
         "barmode": "stack" if it.stacked else "group",
+        "uniformtext": {"minsize": 11, "mode": "hide"} if it.stacked else {},  # what is not readable is in the table
         "bargap": 0.32,
         "bargroupgap": 0.06,
     }

@@ -37,6 +37,7 @@ class Page:
 
     def open(self, path: Path) -> None:
         """Load a file, and forget what the console said before."""
+        self.driver.get("about:blank")  # nothing of the last page runs on, to complain of its end in this one's console
         self.errors()
         self.driver.get(path.resolve().as_uri())
 
@@ -82,7 +83,7 @@ def _driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     running = webdriver.Chrome(options, webdriver.ChromeService(driver))
-    running.set_page_load_timeout(60)
+    running.set_page_load_timeout(300)  # for a browser that hangs: a busy machine may stop it for a minute
     yield running
     running.quit()
 
