@@ -1,4 +1,4 @@
-"""Takes the JSON of a run; gives what `compiled-adv dashboard --fail-on-regression` reads of it, small enough to commit.
+"""Takes the JSON of a run; gives what `dashboard --fail-on-regression` reads of it, small enough to commit.
 
     python -m perf.baseline perf/results/bench.json perf/baselines/cpu-small.json
 """
