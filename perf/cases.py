@@ -1,4 +1,5 @@
-"""What is timed: a case is (recipe, shape, mask); its contenders are our backends, the floor and the peers.
+"""What is timed: a case is (recipe, shape, mask); its contenders are our backends, the compiled one with fewer passes,
+the floor and the peers.
 
 Every answer is compared before it counts: a backend with eager, a peer with ours. `stamp` says on what it ran.
 """
@@ -17,15 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compiled_adv.passes import DEFAULT
 from torch import Tensor
 
 import compiled_adv
+from compiled_adv.channel import OPTIONAL
 from compiled_adv.errors import AdvantageWarning, ConfigError
+from compiled_adv.memory import POOL
 from perf import peers
 from perf.floor import Floor, channels
-from perf.shapes import RECIPES, Recipe
+from perf.memory import peak_memory
+from perf.shapes import EVERY, Recipe
 
 BACKENDS = ("eager", "compiled")
+PASSES = ("all", *(each.name for each in DEFAULT))
+WITHOUT: Mapping[str, list[str]] = {  # the passes of the compiled backend with one of them, or all, left out
+    f"without {name}": [each.name for each in DEFAULT if name not in ("all", each.name)] for name in PASSES
+}
 TOLERANCE = 1e-4  # of the answers, against 1 + |expected|
 
 
@@ -57,6 +66,16 @@ class Case:
     def backend(self, name: str) -> Contender:
         return _contender(self, name)
 
+    def extra_channels(self, name: str) -> float | None:
+        """What a call of a backend needs at its peak beside inputs and outputs, in [B,T] float32 channels; outputs that
+        were dropped are not used again."""
+        _, batch, _, ours = _prepared(self)
+        run = _contender(self, name).run
+        POOL.trim()
+        peak = peak_memory(run)
+        outputs = channels(batch, ours)[1]
+        return None if peak is None else (peak - sum(x.nbytes for x in outputs)) / (4 * batch["input_ids"].numel())
+
     def floor(self, *, fresh: bool = False, threads: int = 1) -> Contender:
         return _floor(self, fresh, threads)
 
@@ -70,7 +89,7 @@ class Case:
 @lru_cache(maxsize=1)
 def _prepared(case: Case) -> tuple[Recipe, dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
     """Recipe, batch, meta and the eager result."""
-    recipe = RECIPES[case.recipe]
+    recipe = EVERY[case.recipe]
     batch, meta = recipe.batch(*case.shape, case.mask)
     return recipe, batch, meta, _backend(recipe, "eager", batch, meta)()
 
@@ -94,14 +113,27 @@ def _floor(case: Case, fresh: bool, threads: int) -> Contender:
 
 def _backend(recipe: Recipe, name: str, batch: Mapping[str, Tensor], meta: Any) -> Callable[[], dict[str, Tensor]]:
     try:
-        advantage = {**recipe.actor.get("advantage", {}), "backend": name}
-        compute = compiled_adv.build({"actor": {**recipe.actor, "advantage": advantage}})
+        compute = _built(recipe, {"backend": "compiled" if name in WITHOUT else name})
+        if name in WITHOUT:
+            every, compute = compute, _built(recipe, {"compiled": {"passes": WITHOUT[name]}})
+            if _program(every, batch, recipe) == _program(compute, batch, recipe):
+                raise peers.Unsupported("the same program")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AdvantageWarning)  # of the batch, once per instance
             compute(batch, meta, **recipe.per_call)
     except ConfigError as error:
         raise peers.Unsupported(f"backend {name}: {error}") from error
     return lambda: compute(batch, meta, **recipe.per_call)
+
+
+def _built(recipe: Recipe, advantage: Mapping[str, Any]) -> compiled_adv.Compute:
+    advantage = {**recipe.actor.get("advantage", {}), **advantage}
+    return compiled_adv.build({"actor": {**recipe.actor, "advantage": advantage}})
+
+
+def _program(compute: compiled_adv.Compute, batch: Mapping[str, Tensor], recipe: Recipe) -> Any:
+    mode = recipe.per_call.get("advantage_shaping_mode", "additive")
+    return compute.explain("json", [key for key in batch if key in OPTIONAL], mode)["program"]
 
 
 def stamp(threads: int) -> dict[str, Any]:

@@ -7,16 +7,12 @@ both called in turns [median, lower and upper quartile]. `over` holds the same a
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import statistics
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from perf.floor import Floor
+from perf.memory import peak_memory
 from perf.ratios import interleave, ratio
 
 SECONDS = 0.2  # for the calls in turns
@@ -47,30 +43,3 @@ def record(
         benchmark.extra_info["floor_seconds"] = statistics.median(times["floor"])
     if ratios:
         benchmark.extra_info["over"] = ratios
-
-
-def peak_memory(run: Callable[[], Any]) -> int | None:
-    """Bytes by which memory grows while `run` runs once; None where the system cannot tell.
-
-    On a GPU what torch allocated; on a CPU the peak of the resident set. What an earlier call left for reuse is not
-    counted again.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = _status("VmRSS")
-        run()
-        return max(0, _status("VmHWM") - before)
-    except (OSError, AttributeError):
-        return None
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":")) * 1024

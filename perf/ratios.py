@@ -27,7 +27,7 @@ if "torch" not in sys.modules:  # OpenMP reads it when torch is loaded
 import torch
 
 from perf import cases, peers
-from perf.shapes import MASKS, RECIPES
+from perf.shapes import EVERY, MASKS, RECIPES
 
 TURN = 2e-3  # seconds that a turn of a short call lasts
 MOST_CALLS = 10  # calls of one turn
@@ -74,7 +74,7 @@ def measure(case: cases.Case, wanted: Sequence[str], *, threads: int, fresh: boo
         try:
             if name == "floor":
                 contenders[name] = case.floor(fresh=fresh, threads=threads)
-            elif name in cases.BACKENDS:
+            elif name in (*cases.BACKENDS, *cases.WITHOUT):
                 contenders[name] = case.backend(name)
             else:
                 contenders[name] = case.peer(name)
@@ -92,6 +92,7 @@ def measure(case: cases.Case, wanted: Sequence[str], *, threads: int, fresh: boo
             for name, c in contenders.items()
         },
         "absent": absent,
+        "extra_channels": {name: case.extra_channels(name) for name in contenders if name in cases.BACKENDS},
     }
 
 
@@ -121,29 +122,32 @@ def shape(text: str) -> tuple[int, int]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=list(RECIPES))
+    parser.add_argument("--recipes", nargs="+", choices=tuple(EVERY), default=list(RECIPES))
     parser.add_argument("--shapes", nargs="+", type=shape, default=list(SHAPES), metavar="ROWSxTOKENS")
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument("--backends", nargs="+", choices=cases.BACKENDS, default=list(cases.BACKENDS))
     parser.add_argument("--peers", nargs="*", choices=peers.NAMES, default=list(peers.NAMES))
+    parser.add_argument("--without", nargs="+", choices=cases.PASSES, help="instead: the compiled backend less a pass")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--fresh", action="store_true", help="the floor writes new memory on every call")
     parser.add_argument("--seconds", type=float, default=20.0, help="time for one case")
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args(argv)
 
+    wanted = [*asked.backends, "floor", *asked.peers]
+    if asked.without:
+        wanted = ["compiled", *(f"without {name}" for name in asked.without)]
     torch.set_num_threads(asked.threads)
     records, notes = [], defaultdict(set)
     differences: dict[str, float] = defaultdict(float)
     stamp = cases.stamp(asked.threads)
     print(", ".join(f"{name} {value}" for name, value in stamp.items()))
-    ours = asked.backends[-1]
+    ours = "compiled" if asked.without else asked.backends[-1]
     print(HEAD.format(ours=ours))
     for recipe in asked.recipes:
         for rows_and_tokens in asked.shapes:
             for mask in asked.masks:
                 case = cases.Case(recipe, rows_and_tokens, mask)
-                wanted = [*asked.backends, "floor", *asked.peers]
                 record = measure(case, wanted, threads=asked.threads, fresh=asked.fresh, seconds=asked.seconds)
                 records.append(record)
                 for name, it in record["contenders"].items():
@@ -152,6 +156,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for name, why in record["absent"].items():
                     notes[name, f"left out: {why}"].add(recipe)
                 print(table(record, ours if ours in record["contenders"] else asked.backends[0]), flush=True)
+    print("[B,T] float32 channels at the peak of a call, beside inputs and outputs:")
+    for record in records:
+        extra = {name: "unknown" if x is None else f"{x:.2f}" for name, x in record["extra_channels"].items()}
+        print(f"  {record['case']}:", ", ".join(f"{name} {x}" for name, x in extra.items()))
     print("largest difference of the answers:", ", ".join(f"{name} {x:.1g}" for name, x in differences.items()))
     for (name, note), recipes in sorted(notes.items()):
         if note:

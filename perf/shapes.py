@@ -49,6 +49,11 @@ class Recipe:
         return make_batch(rows, tokens, mask=mask, turns=self.turns, channels=self.channels)
 
 
+def _shipped(name: str) -> Mapping[str, Any]:
+    actor: Mapping[str, Any] = config_file.read(config_file.find(name))[0]["actor"]
+    return actor
+
+
 RECIPES: dict[str, Recipe] = {
     # What AReaL 1.0.4 computes too: critic, KL, group reward norm, batch advantage norm.
     "token_gae": Recipe(_PPO, ("ref_logp", "values")),
@@ -56,8 +61,23 @@ RECIPES: dict[str, Recipe] = {
     "turn_gae_gvpo": Recipe(
         {**_PPO, "gae_timestep_unit": "turn"}, ("ref_logp", "values", "token_rewards"), turns=8, per_call=_GVPO
     ),
-    "grpo": Recipe(config_file.read(config_file.find("grpo"))[0]["actor"], ()),
+    "grpo": Recipe(_shipped("grpo"), ()),
 }
+
+_CRITIC, _PROCESS = ("ref_logp", "values"), ("token_rewards",)
+
+# The other shipped recipes that need no more channels than a batch has here, and two places where a pass fires.
+MORE: dict[str, Recipe] = {
+    "ppo_token_gae": Recipe(_shipped("ppo_token_gae"), _CRITIC),
+    "ppo_turn_gae": Recipe(_shipped("ppo_turn_gae"), _CRITIC, turns=8),
+    "vapo": Recipe(_shipped("vapo"), ("values",)),
+    "reinforce_plus_plus": Recipe(_shipped("reinforce_plus_plus"), ("ref_logp",)),
+    **{name: Recipe(_shipped(name), ()) for name in ("dr_grpo", "rloo", "lite_ppo", "opo", "gdpo")},
+    **{name: Recipe(_shipped(name), _PROCESS) for name in ("prm_additive", "gvpo", "process_weighted", "mopd")},
+    "grpo_with_ref": Recipe(_shipped("grpo"), ("ref_logp",)),
+    "both_norms_by_group": Recipe({**_PPO, "adv_norm": _GROUP_NORM}, _CRITIC),
+}
+EVERY = RECIPES | MORE
 
 
 def make_batch(
