@@ -33,6 +33,11 @@ def test_without_a_pass(benchmark: Any, name: str, request: pytest.FixtureReques
     except peers.Unsupported as error:
         pytest.skip(f"{name} on {case}: {error}")
     benchmark.group = f"{case.recipe} {shape[0]}x{shape[1]}"
-    facts: dict[str, Any] = {"recipe": case.recipe, "rows": shape[0], "tokens": shape[1], "difference": without.difference}
+    facts: dict[str, Any] = {
+        "recipe": case.recipe,
+        "rows": shape[0],
+        "tokens": shape[1],
+        "difference": without.difference,
+    }
     others = {"with": case.backend("compiled").run}
     record(benchmark, without.run, suite="pass", contender=name, others=others, **facts)

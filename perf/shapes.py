@@ -66,14 +66,15 @@ RECIPES: dict[str, Recipe] = {
 
 _CRITIC, _PROCESS = ("ref_logp", "values"), ("token_rewards",)
 
-# The other shipped recipes that need no more channels than a batch has here, and two places where a pass fires.
+# The other shipped recipes that these batches suit (process_weighted wants process rewards in [0, 1]), and two places
+# where a pass fires.
 MORE: dict[str, Recipe] = {
     "ppo_token_gae": Recipe(_shipped("ppo_token_gae"), _CRITIC),
     "ppo_turn_gae": Recipe(_shipped("ppo_turn_gae"), _CRITIC, turns=8),
     "vapo": Recipe(_shipped("vapo"), ("values",)),
     "reinforce_plus_plus": Recipe(_shipped("reinforce_plus_plus"), ("ref_logp",)),
     **{name: Recipe(_shipped(name), ()) for name in ("dr_grpo", "rloo", "lite_ppo", "opo", "gdpo")},
-    **{name: Recipe(_shipped(name), _PROCESS) for name in ("prm_additive", "gvpo", "process_weighted", "mopd")},
+    **{name: Recipe(_shipped(name), _PROCESS) for name in ("prm_additive", "gvpo", "mopd")},
     "grpo_with_ref": Recipe(_shipped("grpo"), ("ref_logp",)),
     "both_norms_by_group": Recipe({**_PPO, "adv_norm": _GROUP_NORM}, _CRITIC),
 }
