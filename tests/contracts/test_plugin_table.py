@@ -56,6 +56,7 @@ ROWS = (
     Row("its_input", "compiled"),
     Row("Scaled.method", "compiled"),
     Row("instance", "compiled"),
+    Row("remembered", "compiled"),
     Row("everything", "compiled", COMPUTE),
     # not traced: as it is, between two segments
     Row("token_loop", "eager"),
@@ -68,7 +69,6 @@ ROWS = (
     Row("numpy_random", "eager"),
     Row("counter", "eager"),
     Row("appends", "eager"),
-    Row("remembered", "eager"),
     Row("prints", "eager"),
     Row("logs", "eager"),
     Row("slow", "eager"),
