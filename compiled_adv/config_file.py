@@ -58,8 +58,7 @@ def find(config: str | os.PathLike[str], known: dict[str, Path] | None = None) -
     except OSError:  # a name longer than a file's may be
         found = False
     if not found:
-        what = f"'{str(config)[:80]}' is neither a file nor a shipped recipe"
-        raise ConfigNotFound(what, hint=suggest(path.stem, known))
+        raise ConfigNotFound("neither a file nor a shipped recipe", found=str(config), hint=suggest(path.stem, known))
     return path
 
 

@@ -1,5 +1,6 @@
 """Takes what torchrun started; gives each rank its part of a list, and what every rank found. Alone: all of it."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,8 +47,21 @@ def torchrun() -> Iterator[Shard]:
     if not dist.is_available() or not dist.is_torchelastic_launched():
         yield Shard()
         return
-    dist.init_process_group("gloo")
+    with _stdout_to_stderr():  # Gloo of torch 2.9 prints there whom it met
+        dist.init_process_group("gloo")
     try:
         yield Shard(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What C++ prints meanwhile goes to stderr: stdout belongs to the command's result."""
+    before = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)

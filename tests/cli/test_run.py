@@ -169,7 +169,8 @@ def test_a_missing_rollout_folder_is_named(shell: Shell, tmp_path: Path) -> None
 
 
 def test_a_missing_config_is_named(shell: Shell, tmp_path: Path) -> None:
-    fails(shell("run", "--config", tmp_path / "nowhere.yaml"), "ConfigNotFound", "nowhere.yaml")
+    path = tmp_path / ("deep" * 20) / "nowhere.yaml"
+    fails(shell("run", "--config", path), "ConfigNotFound", str(path))
 
 
 def test_an_unknown_stage_is_answered_with_the_nearest(shell: Shell, tmp_path: Path) -> None:
