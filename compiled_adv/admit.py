@@ -144,7 +144,7 @@ class Admission:
         for name in form.keys:
             channels[name] = _channel(name, batch[name], late)
         if "is_truncated" not in channels:
-            channels["is_truncated"] = torch.zeros(form.rows, device=form.device)
+            channels["is_truncated"] = torch.zeros(form.rows, dtype=torch.float32, device=form.device)
 
         meta, membership = self._membership(form, meta)
         channels |= membership
@@ -159,12 +159,12 @@ class Admission:
     def _membership(self, form: "Form", meta: Any) -> tuple[TrajBatchMeta | None, dict[str, Tensor]]:
         plain = _plain_meta(meta)
         key = None if plain is None else (plain, form.rows, form.tokens, form.truncation_given)
-        if key is not None and key in self._metas:
-            assert plain is not None
+        known = None if key is None else self._metas.get(key)  # once: another thread may forget it
+        if plain is not None and known is not None:
             n_trajs, sizes, seqlens, groups = plain
             # lists of its own: a user's function may change them
             own = TrajBatchMeta(n_trajs, [*sizes], [*seqlens], None if groups is None else [None] * groups)
-            return own, self._metas[key]
+            return own, known
         meta = as_meta(meta)
         grouped = by_group(self._spec.adv_norm) or by_group(self._spec.reward_norm)
         check_meta(meta, form.rows, sizes_matter=grouped)
@@ -336,6 +336,8 @@ def _channel(key: str, x: Tensor, late: list[tuple[BatchError, Tensor]]) -> Tens
     """x in the dtype that Programs read; a mask of any dtype counts what is not zero."""
     if x.requires_grad:
         x = x.detach()
+    if x.is_neg():  # its memory holds the opposite, and kernels read memory
+        x = x.resolve_neg()
     if key == "loss_mask" and x.dtype in (torch.int32, torch.int64):
         return x  # as fast as float32, and a copy less
     if key in MASKS:
@@ -421,18 +423,19 @@ def _index(
     members = len(first_row)
     facts = (rows, tokens, members, truncation_given, bool(sizes), rollouts is not None)
     fill = rows - members
+    made = partial(torch.tensor, device="cpu")  # whatever default device the first caller has set
     return {
-        "group_of_row": torch.tensor(group_of_row),
-        "member_of_row": torch.tensor(member_of_row),
-        "first_row": torch.tensor(first_row + [0] * fill),
-        "references": torch.tensor(references + [math.nan] * fill, dtype=torch.float32),
-        "facts": torch.tensor(facts, dtype=torch.int32),
+        "group_of_row": made(group_of_row),
+        "member_of_row": made(member_of_row),
+        "first_row": made(first_row + [0] * fill),
+        "references": made(references + [math.nan] * fill, dtype=torch.float32),
+        "facts": made(facts, dtype=torch.int32),
     }
 
 
 @lru_cache(maxsize=256)
 def _numbers(values: tuple[float, ...]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def _is_size(value: Any) -> bool:

@@ -132,14 +132,15 @@ class Meeting:
         """Where a rank failed, all tell their errors and stop: it by its own error, the others by RankFailed."""
         if not any(failed):
             return
-        said = str(error or "").encode(errors="replace")[:TEXT]
+        said = (str(error) or type(error).__name__).encode(errors="replace")[:TEXT] if error is not None else b""
         texts = self._gathered(torch.tensor([*said.ljust(TEXT, b"\0")], dtype=torch.uint8))
         self._over = True
         if error is not None:
             raise error
-        ranks = [dist.get_global_rank(self.ranks.group, i) for i, bad in enumerate(failed) if bad]
         why = [" ".join(bytes(text).rstrip(b"\0").decode(errors="replace").split()) for text in texts]
-        found = "; ".join(f"rank {r}: {text}" for r, text in zip(ranks, (w for w in why if w), strict=False))
+        bad = [i for i, each in enumerate(failed) if each]
+        ranks = [dist.get_global_rank(self.ranks.group, i) for i in bad]
+        found = "; ".join(f"rank {r}: {why[i]}" for r, i in zip(ranks, bad, strict=True) if why[i])
         named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         raise RankFailed(f"{named} failed, so no rank has a result", found=found, hint="the next call works again")
 

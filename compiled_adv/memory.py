@@ -52,7 +52,7 @@ class Pool:
         count = math.prod(shape)
         size = count * dtype.itemsize
         if size < LEAST_BYTES:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         size = block_size(size)
         with self._lock:
             block = self._fitting(size) or self._made(size)

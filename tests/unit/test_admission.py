@@ -71,3 +71,27 @@ def test_a_bad_number_is_refused_after_a_good_one(value):
     compute(batch, advantage_shaping_mode="gvpo", gvpo_negative_scale=1.0)
     with pytest.raises(CompiledAdvError, match="gvpo_negative_scale"):
         compute(batch, advantage_shaping_mode="gvpo", gvpo_negative_scale=value)
+
+
+def test_a_default_device_or_dtype_reaches_neither_this_batch_nor_a_later_one():
+    batch = a_batch()
+    batch = {key: torch.cat([x] * 5) for key, x in batch.items()}  # a composition that no other test asks for
+    meta, wanted = meta_of(batch), compiled_adv.build({"actor": {**ACTOR, "advantage": {"backend": "reference"}}})
+    wanted = wanted(batch, meta)["advantages"]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            inside = built()(batch, meta)["advantages"]
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(inside, wanted)
+    torch.testing.assert_close(built()(batch, meta)["advantages"], wanted)
+
+
+@pytest.mark.parametrize("key", ["rewards", "logprobs", "loss_mask"])
+def test_no_program_reads_memory_that_holds_the_opposite(key):
+    batch, compute = a_batch(), built()
+    seen = compute._admit({**batch, key: torch._neg_view(-batch[key].float())}, None, compute._admit.call({}))
+    assert not seen.channels[key].is_neg()
+    torch.testing.assert_close(seen.channels[key], batch[key].float())

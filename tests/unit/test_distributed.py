@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_adv.distributed import merge
+from compiled_adv import distributed
+from compiled_adv.distributed import TEXT, Meeting, Ranks, merge
+from compiled_adv.errors import RankFailed
 
 
 def exact(values: list[float]) -> tuple[int, Fraction, Fraction]:
@@ -50,3 +52,14 @@ def test_one_rank_with_values_keeps_its_own_moments_to_the_bit(empty: int):
     rows = [[0.0, 0.0, 0.0]] * 2
     rows.insert(empty, own)
     assert merge(rows) == own
+
+
+def test_each_rank_is_told_with_its_own_error_and_one_without_words_with_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(distributed.dist, "get_global_rank", lambda group, i: 10 + i)
+    said = [b"", b"", b"no rows"]
+    monkeypatch.setattr(Meeting, "_gathered", lambda meeting, x: [[*text.ljust(TEXT, b"\0")] for text in said])
+    ranks = Ranks.__new__(Ranks)
+    ranks.points, ranks.group = (), None
+    with pytest.raises(RankFailed) as raised:
+        Meeting(ranks)._stop_if([False, True, True])
+    assert raised.value.found == "rank 12: no rows"
