@@ -139,6 +139,9 @@ class Admission:
         if form is None:
             form = form_of(batch, self._spec, self._resolved)
             _keep(self._forms, key, form)
+        for name in ("attention_mask", *form.keys):
+            if not batch[name].data_ptr():  # a kernel that reads there ends the process
+                raise WrongType(f"'{name}' holds no numbers: its memory was freed", at=f"batch['{name}']")
         late: list[tuple[BatchError, Tensor]] = []
         channels = {"attention_words": _words(_mask("attention_mask", batch["attention_mask"], late), late)}
         for name in form.keys:

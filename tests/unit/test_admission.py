@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import compiled_adv
 from compiled_adv.errors import CompiledAdvError
@@ -87,6 +89,26 @@ def test_a_default_device_or_dtype_reaches_neither_this_batch_nor_a_later_one():
         torch.set_default_dtype(before)
     torch.testing.assert_close(inside, wanted)
     torch.testing.assert_close(built()(batch, meta)["advantages"], wanted)
+
+
+def freed(x):
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def fake(x):
+    with FakeTensorMode():
+        return torch.empty(x.shape, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("key", ["attention_mask", "rewards", "logprobs"])
+@pytest.mark.parametrize("spoil", [lambda x: TwoTensor(x, x), fake, freed], ids=["a wrapper", "fake", "freed"])
+def test_a_tensor_without_memory_is_refused_before_a_kernel_reads_it(key, spoil):
+    compute, batch = built(), a_batch()
+    compute(batch)
+    with pytest.raises(CompiledAdvError, match=key):
+        compute({**batch, key: spoil(batch[key])})
 
 
 @pytest.mark.parametrize("key", ["rewards", "logprobs", "loss_mask"])
