@@ -39,13 +39,12 @@ from compiled_adv.report import batch_of
 from compiled_adv.report import report as report_page
 from compiled_adv.rollouts import EMBEDDED, find_rollouts, plan_results, read_groups, write_group
 from compiled_adv.shards import Shard, torchrun
-from compiled_adv.spec import Spec
+from compiled_adv.spec import Backend, Spec
 from compiled_adv.summary import Summary, result_table, summarise, together
 
 RECIPES = f"Recipes, for --config: {', '.join(config_file.recipes())}"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=RECIPES)
 
-Backend = Literal["reference", "eager", "compiled"]
 ConfigOption = Annotated[str, typer.Option("--config", help="A YAML or JSON file, or the name of a shipped recipe.")]
 BackendOption = Annotated[Backend | None, typer.Option("--backend", help="Instead of the configured one.")]
 
@@ -64,11 +63,7 @@ def _one_message() -> Iterator[None]:
 
 def _load(config: str, backend: Backend | None) -> Spec:
     spec = compiled_adv.load_config(config)
-    return spec if backend is None else _with(spec, backend=backend)
-
-
-def _with(spec: Spec, **changed: Any) -> Spec:
-    return spec.model_copy(update={"advantage": spec.advantage.model_copy(update=changed)})
+    return spec if backend is None else spec.with_advantage(backend=backend)
 
 
 @app.command()
@@ -100,7 +95,7 @@ def run(
             raise OutputExists(f"{report} is there already", hint="another --report, or --overwrite")
         spec = _load(config, backend)
         if report is not None:
-            spec = _with(spec, stats=True)
+            spec = spec.with_advantage(stats=True)
         compute = compiled_adv.build(spec, "world" if shard.size > 1 else None)
         summaries: list[Summary | None] = []
         groups: list[dict[str, Any]] = []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from compiled_adv.errors import (
     NotCapturable,
     NotWarm,
     ResultsDiffer,
+    UnknownName,
+    suggest,
 )
 from compiled_adv.executable import CompiledExecutable, EagerExecutable, example_channels
 from compiled_adv.inductor import NotCaptured
@@ -54,7 +56,7 @@ from compiled_adv.resolve import Plugin, resolve_pass, resolve_spec
 from compiled_adv.rewrite import Pass, RewriteLog, rewrite
 from compiled_adv.shadow import shadow_of
 from compiled_adv.show import explain_json, explain_text
-from compiled_adv.spec import Spec, load_config
+from compiled_adv.spec import Backend, Spec, load_config
 from compiled_adv.stages.plugin import PluginStage, call_compute
 from compiled_adv.stats import Stats
 from compiled_adv.status import raise_errors, warn
@@ -152,7 +154,7 @@ class Compute:
         `on_missing`.
         """
         self._frozen = False
-        if self._backend() != "compiled":
+        if backend_of(self.spec) != "compiled":
             return
         optional = tuple(channels) if example is None else tuple(key for key, x in example.items() if x is not None)
         carried = read_keys(optional, self.spec, self._resolved)
@@ -215,7 +217,7 @@ class Compute:
             raise Forked("this process was forked after its parent had computed", found=f"pid {os.getpid()}", hint=hint)
 
     def _run(self, admitted: Admitted, backend: str | None = None) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        backend = backend or self._backend()
+        backend = backend or backend_of(self.spec)
         if backend == "reference":
             data, meta, call = admitted.data, admitted.meta, admitted.call
             return reference.run(self.spec, self._resolved, data, meta, call, admitted.meeting)
@@ -227,13 +229,9 @@ class Compute:
             computed["rewards"] = raw.detach().clone()
         return computed, flags
 
-    def _backend(self) -> str:
-        backend = self.spec.advantage.backend
-        return (os.environ.get(SWITCH) or backend) if backend == "compiled" else backend
-
     def _run_override(self, admitted: Admitted) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
         """A replacement of the whole computation: as a Program where it may be one, else by itself."""
-        if self._backend() != "compiled":
+        if backend_of(self.spec) != "compiled":
             return self._override(admitted, self._resolved.compute), {}
         kind = replace(self._kind_of(admitted, "compiled"), whole=True)
         if kind not in self._known:
@@ -436,6 +434,15 @@ BARE = frozenset(
     ("attention_words", "loss_mask", "rewards", "logprobs", "is_truncated", "member_of_row", "first_row")
     + ("references", "group_of_row", "facts", "gvpo")
 )
+
+
+def backend_of(spec: Spec) -> str:
+    """The configured backend, or what the environment puts in the place of the compiled one."""
+    configured, known = spec.advantage.backend, get_args(Backend)
+    backend = (os.environ.get(SWITCH) or configured) if configured == "compiled" else configured
+    if backend not in known:
+        raise UnknownName("unknown backend", at=SWITCH, found=backend, hint=suggest(backend, known))
+    return backend
 
 
 def ladder(spec: Spec) -> Ladder:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_adv import config_file
 from compiled_adv.admit import Admitted, admit, admit_call
-from compiled_adv.compiler import MOPD, SWITCH, build, ladder
+from compiled_adv.compiler import MOPD, SWITCH, backend_of, build, ladder
 from compiled_adv.errors import CompiledAdvError, NoBucket
 from compiled_adv.executable import EagerExecutable
 from compiled_adv.idle import Idle, idle_keys, ignored_keys
@@ -165,11 +165,12 @@ def diagnose(config: Any, rollouts: Sequence[Rollouts]) -> Diagnosis:
         *ignored_keys(_raw(config)),
         *idle_keys(spec, carried, groups_given, lambda other: _same(spec, other, rollouts)),
     ]
-    if _backend(spec) != spec.advantage.backend:
-        keys.append(Idle("actor.advantage.backend", spec.advantage.backend, f"{SWITCH}={_backend(spec)} overrules it"))
+    backend = backend_of(spec)
+    if backend != spec.advantage.backend:
+        keys.append(Idle("actor.advantage.backend", spec.advantage.backend, f"{SWITCH}={backend} overrules it"))
     return Diagnosis(
         rules=spec.advantage.rules,
-        backend=_backend(spec),
+        backend=backend,
         override=spec.advantage.compute.implementation if spec.override else None,
         batches=batches,
         findings=_ranked(sights),
@@ -183,7 +184,7 @@ def _look(spec: Spec, resolved: Resolved, each: Rollouts) -> tuple[Batch, list[t
     configured, results, refused = spec.advantage.rules, {}, {}
     for rules in ("default", "strict") if resolved.compute is None else ("default",):
         try:
-            results[rules] = _run(_with_rules(spec, rules), resolved, each)
+            results[rules] = _run(spec.with_advantage(rules=rules), resolved, each)
         except CompiledAdvError as error:
             refused[rules] = error
     if not results:
@@ -191,7 +192,7 @@ def _look(spec: Spec, resolved: Resolved, each: Rollouts) -> tuple[Batch, list[t
     default, strict = results.get("default"), results.get("strict")
     if default is not None and "strict" in refused and each.batch.get("is_truncated") is None:
         given = {**each.batch, "is_truncated": default.computed["is_truncated"]}
-        strict = _attempt(_with_rules(spec, "strict"), resolved, replace(each, batch=given))
+        strict = _attempt(spec.with_advantage(rules="strict"), resolved, replace(each, batch=given))
     change = None if default is None or strict is None else _change(default, strict)
     facts = _facts(spec, each, change, {rules: str(error) for rules, error in refused.items()})
 
@@ -211,7 +212,7 @@ REFUSED = "refused"
 
 def _moved(name: str, spec: Spec, resolved: Resolved, each: Rollouts, default: Result) -> Change | None:
     """What one strict rule alone changes. The rule about the width has no stage: it is measured as if none was cut."""
-    spec, stages = _with_rules(spec, "default"), REMEDIES[name][0]
+    spec, stages = spec.with_advantage(rules="default"), REMEDIES[name][0]
     if name == "truncated_by_width":
         ended = torch.zeros_like(default.computed["is_truncated"], dtype=torch.bool)
         each = replace(each, batch={**each.batch, "is_truncated": ended})
@@ -254,10 +255,6 @@ def under(pipeline: Pipeline, stages: Iterable[type[Stage]]) -> Pipeline:
     return replace(pipeline, nodes=nodes)
 
 
-def _with_rules(spec: Spec, rules: str) -> Spec:
-    return spec.model_copy(update={"advantage": spec.advantage.model_copy(update={"rules": rules})})
-
-
 def _change(a: Result, b: Result) -> Change:
     """On tokens that are active in either."""
     active_BT = (a.computed["loss_mask"] > 0) | (b.computed["loss_mask"] > 0)
@@ -272,7 +269,7 @@ def _facts(spec: Spec, each: Rollouts, change: Change | None, refused: dict[str,
     mask_BT, valid_BT = each.batch["loss_mask"] != 0, each.batch["attention_mask"] != 0
     (rows, tokens), n_valid = mask_BT.shape, int(valid_BT.sum())
     bucket = padding = None
-    if _backend(spec) == "compiled":
+    if backend_of(spec) == "compiled":
         try:
             fits = ladder(spec).fit(rows, tokens)
             bucket, padding = str(fits), 1 - n_valid / (fits.rows * fits.tokens)
@@ -297,15 +294,10 @@ def _same(spec: Spec, other: Spec, rollouts: Sequence[Rollouts]) -> bool:
 def _functions(spec: Spec, resolved: Resolved, keys: frozenset[str]) -> list[dict[str, Any]]:
     """Where users' functions run in the compiled backend, and why."""
     slots = (resolved.compute, resolved.outcome, resolved.estimator, resolved.lambda_fn)
-    if _backend(spec) != "compiled" or (not any(slots) and not hasattr(resolved.process, "path")):
+    if backend_of(spec) != "compiled" or (not any(slots) and not hasattr(resolved.process, "path")):
         return []
     functions: list[dict[str, Any]] = build(spec).explain(format="json", channels=sorted(keys))["functions"]
     return functions
-
-
-def _backend(spec: Spec) -> str:
-    backend = spec.advantage.backend
-    return (os.environ.get(SWITCH) or backend) if backend == "compiled" else backend
 
 
 def _raw(config: Any) -> Any:
@@ -326,8 +318,6 @@ def _ranked(sights: Iterable[tuple[str, Sight]]) -> list[Finding]:
 
 
 # ---- saying ----
-
-WIDTH = 100
 
 
 def text(diagnosis: Diagnosis) -> str:

@@ -35,6 +35,8 @@ from compiled_adv.errors import (
 )
 from compiled_adv.scalars import is_finite, is_number
 
+Backend = Literal["reference", "eager", "compiled"]
+
 STAGES = ("outcome_reward_shaping", "estimator", "process_adv_shaping")
 
 
@@ -182,7 +184,7 @@ class Advantage(_Model):
     estimator: Choice = StageChoice()
     process_adv_shaping: Choice = StageChoice()
     rules: Literal["default", "strict"] = "default"
-    backend: Literal["reference", "eager", "compiled"] = "compiled"
+    backend: Backend = "compiled"
     compiled: Compiled = Compiled()
     shadow: Annotated[Shadow | None, BeforeValidator(_a_mapping)] = None
     stats: bool = False
@@ -234,6 +236,10 @@ class Spec(_Model):
     advantage: Advantage = Advantage()
 
     _source: Source = PrivateAttr(default_factory=Source)
+
+    def with_advantage(self, **changed: Any) -> Spec:
+        """The same with other values under `actor.advantage`, unchecked."""
+        return self.model_copy(update={"advantage": self.advantage.model_copy(update=changed)})
 
     @property
     def estimator(self) -> str:

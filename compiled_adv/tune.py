@@ -183,8 +183,7 @@ def _measured(spec: Spec, workload: Workload, steps: int, cache: str) -> Cost:
     for shape in chosen:
         own = Boundaries(rows=[shape[0]], tokens=[shape[1]])
         compiled = spec.advantage.compiled.model_copy(update={"buckets": own, "cache_dir": cache})
-        advantage = spec.advantage.model_copy(update={"compiled": compiled, "shadow": None})
-        compute, (batch, meta) = Compute(spec.model_copy(update={"advantage": advantage})), _batch(*shape)
+        compute, (batch, meta) = Compute(spec.with_advantage(compiled=compiled, shadow=None)), _batch(*shape)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AdvantageWarning)
             compute(batch, meta)

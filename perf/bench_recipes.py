@@ -10,8 +10,8 @@ import pytest
 import compiled_adv
 from compiled_adv.config_file import recipes
 from compiled_adv.errors import AdvantageWarning, CompiledAdvError
-from perf import cases, peers
-from perf.floor import Floor, channels
+from perf import cases
+from perf.floor import Floor
 from perf.measure import record
 from perf.shapes import LADDERS, make_batch
 
@@ -32,10 +32,8 @@ def test_recipe(benchmark: Any, name: str, backend: str, threads: int, request: 
         except CompiledAdvError as error:  # it asks for what these batches do not carry
             pytest.skip(str(error))
         chosen(batch, meta)
-    outputs = channels(batch, expected)[1]
-    computed = tuple(key for key, x in expected.items() if any(x is y for y in outputs))
     run = lambda: chosen(batch, meta)  # noqa: E731
-    off = peers.check(peers.Peer(run, computed, ""), expected, cases.TOLERANCE)
+    off = cases.checked(run, batch, expected)
     benchmark.group = f"{name} {rows}x{tokens}"
     record(
         benchmark,
@@ -51,5 +49,4 @@ def test_recipe(benchmark: Any, name: str, backend: str, threads: int, request: 
 
 
 def _with(name: str, backend: str) -> compiled_adv.Spec:
-    spec = compiled_adv.load_config(name)
-    return spec.model_copy(update={"advantage": spec.advantage.model_copy(update={"backend": backend})})
+    return compiled_adv.load_config(name).with_advantage(backend=backend)

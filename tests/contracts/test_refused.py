@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+import compiled_adv
 from compiled_adv import AdvantageWarning
+from compiled_adv.errors import UnknownName
 from tests.contracts import plugins_under_test
 from tests.contracts.small import group, meta_of, rows
 
@@ -399,3 +401,11 @@ def test_what_the_batch_alone_shows_is_refused_before_a_users_function_runs(run,
     error = run.refusal(rows("pgg.", "pggg", **channels), actor)
     assert words in str(error)
     assert plugins_under_test.SEEN == []
+
+
+def test_an_unknown_backend_in_the_environment_is_named_and_nothing_else_runs(run, monkeypatch):
+    compute = compiled_adv.build({})
+    monkeypatch.setenv("COMPILED_ADV_BACKEND", "referense")
+    with pytest.raises(UnknownName) as refused:
+        compute(rows("pg"))
+    assert all(word in str(refused.value) for word in ("COMPILED_ADV_BACKEND", "referense", "reference"))
