@@ -98,9 +98,14 @@ def _prepared(case: Case) -> tuple[Recipe, dict[str, Tensor], dict[str, Any], di
 def _contender(case: Case, name: str) -> Contender:
     recipe, batch, meta, ours = _prepared(case)
     run = _backend(recipe, name, batch, meta)
-    outputs = channels(batch, ours)[1]
-    computed = tuple(k for k, x in ours.items() if any(x is y for y in outputs))
-    return Contender(run, difference=peers.check(peers.Peer(run, computed, ""), ours, TOLERANCE))
+    return Contender(run, difference=checked(run, batch, ours))
+
+
+def checked(run: Callable[[], Any], batch: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest difference between what `run` computes of a batch and what is expected; too large a one raises."""
+    outputs = channels(batch, expected)[1]
+    computed = tuple(name for name, x in expected.items() if any(x is y for y in outputs))
+    return peers.check(peers.Peer(run, computed, ""), expected, TOLERANCE)
 
 
 @lru_cache(maxsize=1)
