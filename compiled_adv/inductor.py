@@ -92,9 +92,7 @@ def compile_graph(
         states += 1
         if states > MOST_STATES:
             raise NotCaptured("what it reads beside its arguments keeps changing")
-        for node in graph.graph.nodes:
-            if node.op == "call_function" and node.target in replace:
-                node.target = replace[node.target]
+        _put_native(graph, replace)
         wanted = _keep_row_values(graph)
         known = set(map(id, PyCodeCache.modules))
         with patch.object(lowering, "range_mask_high", _below):
@@ -126,6 +124,14 @@ def compile_graph(
                     raise
                 states = 0
         return _watched(compiled) if watch else _direct(compiled, example)
+
+
+def _put_native(graph: fx.GraphModule, replace: dict[Any, Any]) -> None:
+    """The operators that stand for others on this device, in their place."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in replace:
+            node.target = replace[node.target]
+    graph.recompile()
 
 
 def _direct(compiled: Compiled, example: Sequence[Tensor]) -> Compiled:
@@ -346,10 +352,7 @@ def compile_any_shape(
         first.append(_operations(graph))
         if first[-1] != first[0]:
             raise NotCaptured("what it computes changes with what it reads beside its arguments")
-        for node in graph.graph.nodes:
-            if node.op == "call_function" and node.target in replace:
-                node.target = replace[node.target]
-        graph.recompile()
+        _put_native(graph, replace)
         with _cache(cache_dir):
             return compile_fx(graph, inputs)
 

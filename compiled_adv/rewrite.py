@@ -14,14 +14,14 @@ from typing import Literal
 import networkx as nx
 
 from compiled_adv.errors import GraphError
-from compiled_adv.pipeline import Node, Pipeline, flag_name
+from compiled_adv.pipeline import FLAG, Node, Pipeline, flag_name
 from compiled_adv.stage import Stage
 from compiled_adv.stages.fused import Fused
 from compiled_adv.status import ERRORS
 from compiled_adv.verify import each_version_is_written_once, verify
 
 Numerics = Literal["exact", "close"]
-INVALID = "flag:invalid"
+INVALID = f"{FLAG}invalid"
 SETTLED_AFTER = 100  # rounds of one pass; more means that its rules undo each other
 
 

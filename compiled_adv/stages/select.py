@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from compiled_adv.channel import FACTS
 from compiled_adv.kernels.blocked import select
 
 __all__ = ["select"]  # x where the mask is set, else 0
@@ -21,8 +22,6 @@ def columns(x_BT: Tensor) -> Tensor:
 
 def fact(facts: Tensor, name: str) -> Tensor:
     """One number of the `facts` channel, as a 0-d tensor."""
-    from compiled_adv.channel import FACTS
-
     return facts[FACTS.index(name)]
 
 
