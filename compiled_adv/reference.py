@@ -1,8 +1,8 @@
 """Takes a batch whose structure was checked (admit.py); gives its result by plain loops over rows and tokens.
 
-The oracle. Results are float32, computed in float64, with the flags {name: rows}: either one error flag and no tensors, or the
-warnings. Every fast path is checked against this file, so it shares no arithmetic with stages/. One method per step of
-the default computation, in its order.
+The oracle. Results are float32, computed in float64, with the flags {name: rows}: either one error flag and no
+tensors, or the warnings. Every fast path is checked against this file, so it shares no arithmetic with stages/. One
+method per step of the default computation, in its order.
 """
 # ruff: noqa: B905  (every list here has one entry per row, member or column)
 
