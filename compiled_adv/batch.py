@@ -181,12 +181,17 @@ def check_tensor(key: object, x: Tensor, at: str) -> None:
     """Refuse what holds no numbers of its own, or none that torch computes with."""
     if x.layout != torch.strided or x.is_quantized or x.is_nested or x.device.type == "meta":
         raise WrongType(f"{shown(key)} must be a plain tensor", at=at, found=f"{x.layout}, {x.dtype}, {x.device}")
-    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # there is no memory behind its address
+    if is_wrapper(x):
         hint = f"{at}.full_tensor()" if hasattr(x, "full_tensor") else None
         raise WrongType(f"{shown(key)} must be a plain tensor", at=at, found=type(x).__name__, hint=hint)
     if x.dtype not in COMPUTABLE:
         hint = f"{at}.to(torch.float32)"
         raise WrongDtype(f"{shown(key)} has a dtype that torch does not compute with", at=at, found=x.dtype, hint=hint)
+
+
+def is_wrapper(x: Tensor) -> bool:
+    """Whether x hands every operator on (a DTensor, a fake tensor): there is no memory behind its address."""
+    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 # ---- metadata ----

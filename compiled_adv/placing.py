@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv import kernels
-from compiled_adv.batch import TrajBatchMeta
+from compiled_adv.batch import TrajBatchMeta, is_wrapper
 from compiled_adv.bucket import rung
 from compiled_adv.channel import OPTIONAL
 from compiled_adv.errors import PadUnsafe, PluginSplits
@@ -142,7 +142,8 @@ def tensors_of(data: Mapping[str, Any]) -> tuple[dict[str, Tensor], tuple[str, .
     mask = data["loss_mask"]
 
     def fits(x: Any) -> bool:
-        plain = isinstance(x, Tensor) and x.layout == torch.strided and not (x.is_quantized or x.is_complex())
+        plain = isinstance(x, Tensor) and x.layout == torch.strided and not is_wrapper(x)
+        plain = plain and not (x.is_quantized or x.is_complex())
         return plain and x.device == mask.device and 0 < x.ndim < 3 and x.shape == mask.shape[: x.ndim]
 
     tensors = {key: x.detach() for key, x in data.items() if fits(x)}

@@ -7,6 +7,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import compiled_adv
 from compiled_adv.errors import CompiledAdvError
+from compiled_adv.placing import tensors_of
 from tests.unit.wiring import a_batch
 
 ACTOR = {"reward_norm": {"mean_level": "group", "std_level": "group"}, "advantage": {"backend": "eager"}}
@@ -109,6 +110,12 @@ def test_a_tensor_without_memory_is_refused_before_a_kernel_reads_it(key, spoil)
     compute(batch)
     with pytest.raises(CompiledAdvError, match=key):
         compute({**batch, key: spoil(batch[key])})
+
+
+def test_no_program_with_a_users_function_reads_a_wrapper_of_the_rollout():
+    x = torch.ones(2, 3)
+    tensors, rest = tensors_of({"loss_mask": x, "scores": x.clone(), "wrapped": TwoTensor(x, x)})
+    assert (list(tensors), rest) == (["loss_mask", "scores"], ("wrapped",))
 
 
 @pytest.mark.parametrize("key", ["rewards", "logprobs", "loss_mask"])
