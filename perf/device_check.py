@@ -203,6 +203,8 @@ def kernels(device: Any, sizes: Sizes, clock: Clock) -> Found:
 
     for shape in (sizes.small, sizes.bucket, (1, 1), sizes.long_row):
         for name, args in inputs(*shape).items():
+            if name not in native:  # on a CPU the turns are one operator
+                continue
             if clock.over:
                 return found | {"stopped": f"at {shape} {name}"}
             got, want = native[name](*there(args)), getattr(blocked, name)(*args)

@@ -61,6 +61,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[type[Stage]]:
     return ran
 
 
+def with_stats(config: dict[str, Any], *call: Any) -> Any:
+    """The eager backend, with the stages that measure a batch."""
+    advantage = dict(config["actor"].get("advantage") or {}, stats=True)
+    return through_build("eager")({"actor": {**config["actor"], "advantage": advantage}}, *call)
+
+
 def kinds(of: type[Stage]) -> Iterator[type[Stage]]:
     for kind in of.__subclasses__():
         yield kind
@@ -69,7 +75,7 @@ def kinds(of: type[Stage]) -> Iterator[type[Stage]]:
 
 def test_a_stage_takes_each_row_by_itself_or_says_that_it_mixes_them(seen: set[type[Stage]]) -> None:
     for path in PATHS:
-        result = check_case(json.loads(path.read_text()), through_build("eager"))
+        result = check_case(json.loads(path.read_text()), with_stats)
         assert result.status == "passed", f"{path.stem}: {result.reason}"
     ours = [kind for kind in kinds(Stage) if kind.__module__.startswith("compiled_adv.") and kind is not Check]
     unseen = {kind.__name__ for kind in ours if not kind.mixes_rows and kind not in seen}
