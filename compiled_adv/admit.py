@@ -107,6 +107,12 @@ class Admitted:
         return sum(meta.logical_group_sizes)
 
 
+def check_memory(name: str, x: Tensor) -> None:
+    """Refuse a tensor whose memory was freed: a kernel that reads there ends the process."""
+    if not x.data_ptr():
+        raise WrongType(f"'{name}' holds no numbers: its memory was freed", at=f"batch['{name}']")
+
+
 class Admission:
     """Admits the batches of one configuration, as `admit` and `admit_call` do.
 
@@ -140,8 +146,7 @@ class Admission:
             form = form_of(batch, self._spec, self._resolved)
             _keep(self._forms, key, form)
         for name in ("attention_mask", *form.keys):
-            if not batch[name].data_ptr():  # a kernel that reads there ends the process
-                raise WrongType(f"'{name}' holds no numbers: its memory was freed", at=f"batch['{name}']")
+            check_memory(name, batch[name])
         late: list[tuple[BatchError, Tensor]] = []
         channels = {"attention_words": _words(_mask("attention_mask", batch["attention_mask"], late), late)}
         for name in form.keys:

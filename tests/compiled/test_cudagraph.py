@@ -267,6 +267,7 @@ def test_another_word_is_no_setting():
 def numberless(monkeypatch):
     """Tensors on torch's device without numbers count as any other: whoever looks at one raises."""
     monkeypatch.setattr("compiled_adv.admit.check_tensor", lambda *_: None)
+    monkeypatch.setattr("compiled_adv.admit.check_memory", lambda *_: None)
 
 
 def admitted(template, **dtypes):
