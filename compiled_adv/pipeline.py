@@ -129,6 +129,7 @@ class Wiring:
         self.newest: dict[str, str] = {name: name for name in self.inputs}
         self.written: dict[str, int] = {name: 1 for name in self.inputs}
         self.nodes: list[Node] = []
+        self.outputs: dict[str, str] = {}
 
     def add(self, stage: Stage, **versions: str) -> None:
         """Wire one stage, or what stands for it under these rules. `versions`: older ones to read, by channel."""
@@ -147,6 +148,11 @@ class Wiring:
             names = ("batch_n", "batch_mean", "batch_m2")
             reads, writes = tuple(self.newest[name] for name in names), tuple(self.write(name) for name in names)
             self.nodes.append(Node(f"AcrossRanks.{block}", AcrossRanks((block,)), reads, writes))
+
+    def leave(self, *channels: str, **named: str) -> None:
+        """The newest versions of these channels are outputs. `named`: under another name."""
+        self.outputs |= {name: self.newest[name] for name in channels}
+        self.outputs |= {name: self.newest[channel] for name, channel in named.items()}
 
     def read(self, stage: Stage, name: str) -> str | None:
         version = self.newest.get(name.removesuffix("?"))
@@ -180,98 +186,18 @@ def wire(
     """
     replaced = STRICT if spec.advantage.rules == "strict" else {}
     wiring = Wiring(sorted(inputs), replaced, across_ranks=across_ranks)
-    add, newest = wiring.add, wiring.newest
-    outputs: dict[str, str] = {}
-    measured = spec.advantage.stats  # each sum beside what writes its channel: far apart, a compiler fuses nothing
-
-    add(Lengths())
-    own_mask = newest["loss_mask"]
-    add(FirstToken())
-    add(CountGenerated())
-    add(Alignment())
-    add(InsideAttention())
-    add(Truncation())
-    outputs |= {"loss_mask": newest["loss_mask"], "is_truncated": newest["is_truncated"]}
-
-    add(RawRewards())
-    norm = spec.reward_norm
-    if norm is not None and norm.mean_level is None and norm.std_level is None:
-        norm = None
-    raw = newest["rewards"]
-    if spec.overlong_reward_penalty:
-        add(LengthPenalty(spec.overlong_tokens, spec.overlong_penalty_factor, spec.max_new_tokens))  # type: ignore[arg-type]
-    if resolved.outcome is not None:
-        add(OutcomePlugin(resolved.outcome, penalised=spec.overlong_reward_penalty, normalised=norm is not None))
-    outputs["rewards"] = newest["rewards"]
-    score = Score(spec.reward_bias, spec.reward_scaling, spec.reward_clip)
-    add(score)
-    if norm is not None:
-        if spec.overlong_reward_penalty:
-            add(SameRawRewards(), rewards=raw)
-        add(RowGroups(norm.group_size if by_group(norm) else 1))
-        add(Units(score, spec.mask_no_eos_with_zero))
-        _moments(wiring, norm, SingleUnits(), "reward_norm")
-        add(RewardNorm(norm, spec.mask_no_eos_with_zero))
-
-    recomputed = spec.recompute_logprob and not spec.use_decoupled_loss
-    add(BehaviorLogprobs())
-    add(FiniteLogprobs())
-    if mopd:
-        outputs["mopd_behavior_logprobs"] = newest["behavior_logprobs"]
-    if recomputed:
-        add(FiniteProxLogp())
-        add(ProximalLogprobs())
-    newest["logprobs"] = newest["prox_logp" if recomputed else "behavior_logprobs"]
-    outputs["logprobs"] = newest["logprobs"]
-    if not spec.use_decoupled_loss:
-        add(CopyLogprobs())
-        outputs["prox_logp"] = newest["prox_logp"]
-    if wiring.has("ref_logp"):
-        add(FiniteRefLogp())
-        add(ReferenceLogprobs())
-        outputs["ref_logp"] = newest["ref_logp"]
-    add(KLRewards(spec.kl_ctl, spec.kl_estimator))
-    outputs["kl_rewards"] = newest["kl_rewards"]
-    if measured and wiring.has("ref_logp"):
-        add(KLSums(spec.kl_estimator))
-    add(KLInAdvantage())
-
-    add(PlaceOutcome(spec.mask_no_eos_with_zero))
-    if wiring.has("token_rewards"):
-        add(AlignedRewards())
-        add(FiniteTokenRewards())
-        if spec.token_rewards_as_adv:
-            add(DirectRewards(spec.mask_no_eos_with_zero))
-        else:
-            add(UniformTurns(spec.mask_no_eos_with_zero), loss_mask=own_mask)
-            add(FoldedRewards(spec.mask_no_eos_with_zero))
-    if wiring.has("values"):
-        add(FiniteValues())
-        add(BootstrapValues())
+    _align(wiring)
+    raw = _outcome(wiring, spec, resolved)
+    _normalise_rewards(wiring, spec, raw)
+    _logprobs(wiring, spec, mopd)
+    _kl(wiring, spec)
+    _process_rewards(wiring, spec)
     _estimate(wiring, spec, resolved)
-    outputs |= {name: newest[name] for name in ("returns", "tot_rewards")}
-    if measured and wiring.has("values"):
-        add(ValueSums())
-
-    if spec.adv_norm is not None:
-        add(RowGroups(spec.adv_norm.group_size if by_group(spec.adv_norm) else 1))
-        add(AdvantageMoments())
-        _moments(wiring, spec.adv_norm, SingleRollouts(), "adv_norm")
-        add(AdvantageScale(spec.adv_norm))
-        add(AdvNorm())
-    unshaped = newest["advantages"]
+    _normalise_advantages(wiring, spec)
     _shape(wiring, spec, resolved, mode)
-    outputs["advantages"] = newest["advantages"]
-    if measured:
-        add(AdvantageSums())
-        if newest["advantages"] != unshaped:
-            add(ShapingSums(), unshaped=unshaped)
-    add(FiniteResult())
-    if measured:
-        sizes = [norm.group_size for norm in (spec.reward_norm, spec.adv_norm) if norm is not None and by_group(norm)]
-        add(BatchStats(sizes[0] if sizes else 1), rewards=outputs["rewards"])
-        outputs["stats"] = newest["stats"]
-    return Pipeline(tuple(wiring.nodes), wiring.inputs, tuple(outputs.items()))
+    wiring.add(FiniteResult())
+    _measure(wiring, spec)
+    return Pipeline(tuple(wiring.nodes), wiring.inputs, tuple(wiring.outputs.items()))
 
 
 def by_group(norm: Any) -> bool:
@@ -283,6 +209,49 @@ def meeting_points(spec: Spec) -> tuple[str, ...]:
     """The norm blocks with a batch level, in order: at each of them ranks meet once."""
     blocks = {} if spec.override else {"reward_norm": spec.reward_norm, "adv_norm": spec.adv_norm}
     return tuple(name for name, norm in blocks.items() if norm and "batch" in (norm.mean_level, norm.std_level))
+
+
+def _align(wiring: Wiring) -> None:
+    add = wiring.add
+    add(Lengths())
+    add(FirstToken())
+    add(CountGenerated())
+    add(Alignment())
+    add(InsideAttention())
+    add(Truncation())
+    wiring.leave("loss_mask", "is_truncated")
+
+
+def _outcome(wiring: Wiring, spec: Spec, resolved: Resolved) -> str:
+    """The outcome rewards as a caller gets them back; gives the version of the raw ones."""
+    add = wiring.add
+    add(RawRewards())
+    raw = wiring.newest["rewards"]
+    if spec.overlong_reward_penalty:
+        add(LengthPenalty(spec.overlong_tokens, spec.overlong_penalty_factor, spec.max_new_tokens))  # type: ignore[arg-type]
+    if resolved.outcome is not None:
+        normalised = _has_level(spec.reward_norm)
+        add(OutcomePlugin(resolved.outcome, penalised=spec.overlong_reward_penalty, normalised=normalised))
+    wiring.leave("rewards")
+    return raw
+
+
+def _normalise_rewards(wiring: Wiring, spec: Spec, raw: str) -> None:
+    add, norm = wiring.add, spec.reward_norm
+    score = Score(spec.reward_bias, spec.reward_scaling, spec.reward_clip)
+    add(score)
+    if norm is None or not _has_level(norm):
+        return
+    if spec.overlong_reward_penalty:
+        add(SameRawRewards(), rewards=raw)
+    add(RowGroups(norm.group_size if by_group(norm) else 1))
+    add(Units(score, spec.mask_no_eos_with_zero))
+    _moments(wiring, norm, SingleUnits(), "reward_norm")
+    add(RewardNorm(norm, spec.mask_no_eos_with_zero))
+
+
+def _has_level(norm: Norm | None) -> bool:
+    return norm is not None and (norm.mean_level, norm.std_level) != (None, None)
 
 
 def _moments(wiring: Wiring, norm: Norm, single: Stage, block: str) -> None:
@@ -303,41 +272,117 @@ def _moments(wiring: Wiring, norm: Norm, single: Stage, block: str) -> None:
         wiring.meet(block)
 
 
+def _logprobs(wiring: Wiring, spec: Spec, mopd: bool) -> None:
+    add, newest = wiring.add, wiring.newest
+    recomputed = spec.recompute_logprob and not spec.use_decoupled_loss
+    add(BehaviorLogprobs())
+    add(FiniteLogprobs())
+    if mopd:
+        wiring.leave(mopd_behavior_logprobs="behavior_logprobs")
+    if recomputed:
+        add(FiniteProxLogp())
+        add(ProximalLogprobs())
+    newest["logprobs"] = newest["prox_logp" if recomputed else "behavior_logprobs"]
+    wiring.leave("logprobs")
+    if not spec.use_decoupled_loss:
+        add(CopyLogprobs())
+        wiring.leave("prox_logp")
+
+
+def _kl(wiring: Wiring, spec: Spec) -> None:
+    add = wiring.add
+    if wiring.has("ref_logp"):
+        add(FiniteRefLogp())
+        add(ReferenceLogprobs())
+        wiring.leave("ref_logp")
+    add(KLRewards(spec.kl_ctl, spec.kl_estimator))
+    wiring.leave("kl_rewards")
+    if spec.advantage.stats and wiring.has("ref_logp"):
+        add(KLSums(spec.kl_estimator))
+    add(KLInAdvantage())
+
+
+def _process_rewards(wiring: Wiring, spec: Spec) -> None:
+    add = wiring.add
+    add(PlaceOutcome(spec.mask_no_eos_with_zero))
+    if not wiring.has("token_rewards"):
+        return
+    add(AlignedRewards())
+    add(FiniteTokenRewards())
+    if spec.token_rewards_as_adv:
+        add(DirectRewards(spec.mask_no_eos_with_zero))
+    else:
+        add(UniformTurns(spec.mask_no_eos_with_zero), loss_mask="loss_mask")  # as given
+        add(FoldedRewards(spec.mask_no_eos_with_zero))
+
+
 def _estimate(wiring: Wiring, spec: Spec, resolved: Resolved) -> None:
     add = wiring.add
-    by_turn = spec.estimator == "turn_gae"
+    if wiring.has("values"):
+        add(FiniteValues())
+        add(BootstrapValues())
     if wiring.has("turn_ids") and (resolved.estimator is not None or resolved.lambda_fn is not None):
         add(AlignTurnIds())
     if resolved.estimator is not None:
         add(EstimatorPlugin(resolved.estimator, spec.discount))
-        return
+    else:
+        _gae(wiring, spec, resolved.lambda_fn)
+    wiring.leave("returns", "tot_rewards")
+    if spec.advantage.stats and wiring.has("values"):
+        add(ValueSums())
+
+
+def _gae(wiring: Wiring, spec: Spec, lambda_fn: Plugin | None) -> None:
+    add, by_turn = wiring.add, spec.estimator == "turn_gae"
     add(TotalRewards())
     if wiring.has("aligned_turn_ids"):
         add(TurnRange())
         add(TurnCounts())
-    if resolved.lambda_fn is None:
+    unit = "turn" if by_turn else "token"
+    if lambda_fn is None:
         add(ConstantLambda(float(spec.gae_lambda)))
+    elif lambda_fn.fn in BUILT_IN_LAMBDAS:
+        add(LambdaByLength(lambda_fn.fn, tuple(lambda_fn.kwargs.items()), unit))
     else:
-        add(_lambda(resolved.lambda_fn, "turn" if by_turn else "token", wiring))
+        add(LambdaPlugin(lambda_fn, unit))
     add(TurnGAE(spec.discount) if by_turn else TokenGAE(spec.discount))
 
 
-def _lambda(plugin: Plugin, unit: str, wiring: Wiring) -> Stage:
-    if plugin.fn not in BUILT_IN_LAMBDAS:
-        return LambdaPlugin(plugin, unit)
-    return LambdaByLength(plugin.fn, tuple(plugin.kwargs.items()), unit)
+def _normalise_advantages(wiring: Wiring, spec: Spec) -> None:
+    add, norm = wiring.add, spec.adv_norm
+    if norm is None:
+        return
+    add(RowGroups(norm.group_size if by_group(norm) else 1))
+    add(AdvantageMoments())
+    _moments(wiring, norm, SingleRollouts(), "adv_norm")
+    add(AdvantageScale(norm))
+    add(AdvNorm())
 
 
 def _shape(wiring: Wiring, spec: Spec, resolved: Resolved, mode: str) -> None:
-    chosen = mode if resolved.process is None else resolved.process
-    if isinstance(chosen, Plugin):
-        wiring.add(ProcessPlugin(chosen))
-        return
-    if wiring.has("direct"):
+    add = wiring.add
+    unshaped = wiring.newest["advantages"]
+    if isinstance(resolved.process, Plugin):
+        add(ProcessPlugin(resolved.process))
+    elif wiring.has("direct"):
+        chosen = mode if resolved.process is None else resolved.process
         if chosen == "gvpo":
-            wiring.add(GVPO(**resolved.process_kwargs))
+            add(GVPO(**resolved.process_kwargs))
         elif chosen == "additive":
-            wiring.add(Additive())
+            add(Additive())
         else:
-            wiring.add(WeightRange())
-            wiring.add(ProcessWeighted())
+            add(WeightRange())
+            add(ProcessWeighted())
+    wiring.leave("advantages")
+    if spec.advantage.stats:
+        add(AdvantageSums())
+        if wiring.newest["advantages"] != unshaped:
+            add(ShapingSums(), unshaped=unshaped)
+
+
+def _measure(wiring: Wiring, spec: Spec) -> None:
+    """What the sums wired beside each channel come to; far from it, a compiler would fuse nothing."""
+    if spec.advantage.stats:
+        sizes = [norm.group_size for norm in (spec.reward_norm, spec.adv_norm) if norm is not None and by_group(norm)]
+        wiring.add(BatchStats(sizes[0] if sizes else 1), rewards=wiring.outputs["rewards"])
+        wiring.leave("stats")
