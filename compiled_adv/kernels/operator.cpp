@@ -68,6 +68,12 @@ inline void store(float* const* rows, int64_t t, f4* columns) {
     for (int k = 0; k < 4; ++k) *(f4u*)(rows[k] + t) = columns[k];
 }
 
+// Sums in eight lanes, as two vectors: without AVX-512 a compiler takes a wider one apart into single numbers.
+struct Eight {
+    d4 low = {}, high = {};
+    double total() const { return ((low[0] + high[0]) + (low[2] + high[2])) + ((low[1] + high[1]) + (low[3] + high[3])); }
+};
+
 inline double total(d8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 
 // Four rows side by side, right to left: a step's delta in float, the running sum in double. A row beyond the last is
@@ -159,24 +165,26 @@ Moments moments(const float* x, const float* mask, int64_t columns) {
     while (first < columns && mask[first] == 0.0f) ++first;
     if (first == columns) return {};
     const double pivot = x[first];
-    d8 sum = {}, squares = {};
-    l8 count = {};
-    auto eight = [&](f8 values, f8 active) {
-        const l8 on = __builtin_convertvector(active, d8) != 0.0;
-        const d8 away = on ? __builtin_convertvector(values, d8) - pivot : d8{};
-        sum += away, squares += away * away, count -= on;
+    Eight sum, squares, count;
+    auto four = [&](f4 values, f4 active, d4 Eight::* half) {
+        const d4 away = __builtin_convertvector(values, d4) - pivot, one = d4{} + 1.0;
+        const auto on = __builtin_convertvector(active, d4) != 0.0;
+        const d4 kept = on ? away : d4{};
+        sum.*half += kept, squares.*half += kept * kept, count.*half += on ? one : d4{};
+    };
+    auto eight = [&](const float* values, const float* active) {
+        four(*(const f4u*)values, *(const f4u*)active, &Eight::low);
+        four(*(const f4u*)(values + 4), *(const f4u*)(active + 4), &Eight::high);
     };
     int64_t t = first / 8 * 8;
-    for (; t + 8 <= columns; t += 8) eight(*(const f8u*)(x + t), *(const f8u*)(mask + t));
+    for (; t + 8 <= columns; t += 8) eight(x + t, mask + t);
     if (t < columns) {
-        f8 values = {}, active = {};
+        float values[8] = {}, active[8] = {};
         for (int64_t i = 0; t + i < columns; ++i) values[i] = x[t + i], active[i] = mask[t + i];
         eight(values, active);
     }
-    int64_t n = 0;
-    for (int lane = 0; lane < 8; ++lane) n += count[lane];
-    const double s = total(sum), away = s / n;
-    return {double(n), pivot + away, std::max(0.0, total(squares) - s * away)};
+    const double n = count.total(), s = sum.total(), away = s / n;
+    return {n, pivot + away, std::max(0.0, squares.total() - s * away)};
 }
 
 // One row's turns, left to right. A turn is a run of equal ids among active columns; the id of a column stands `shift`
