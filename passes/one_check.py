@@ -1,9 +1,14 @@
 """Read every check of a batch in one pass instead of one pass each.  [exact]
 
-Checks are summed before their one reduction over tokens, in two lots: those of channels that are read before the
-recurrence, and those of channels (values, process rewards, the result) that are read behind it anyway. Which check
+Checks are summed before their one reduction over tokens, in at most two lots, by what the estimator reads. Which check
 failed is then no longer known: the compiled path only says `invalid`, and the eager path, which runs in that case,
-names it. Before a user's function every check runs first, so there is one lot.
+names it.
+
+    token GAE           checks of channels that are read before it, which it waits for; the others (values, process
+                        rewards, the result) behind it, where their channels are read again
+    turn GAE            all but the result; it waits for none, or KL, which it has no use for, is read a second time
+    the outcome alone   one lot: every channel is written in one pass
+    a user's function   every check that can runs before it
 """
 
 import networkx as nx
@@ -12,10 +17,9 @@ from compiled_adv.channel import base
 from compiled_adv.pipeline import Node, Pipeline
 from compiled_adv.rewrite import INVALID, P, Pass, Rewrite
 from compiled_adv.stages.checks import Check, FirstToken, OneCheck
-from compiled_adv.stages.estimator import BootstrapValues, OutcomeEverywhere, TokenGAE, TurnGAE
+from compiled_adv.stages.estimator import BootstrapValues, TokenGAE, TurnGAE
 
 PER_ROW = (BootstrapValues, FirstToken)  # they read one column
-ESTIMATORS = (TokenGAE, TurnGAE, OutcomeEverywhere)
 
 
 def gather(pipeline: Pipeline, first: Node) -> Rewrite | None:
@@ -31,33 +35,36 @@ def gather(pipeline: Pipeline, first: Node) -> Rewrite | None:
     reads = tuple(dict.fromkeys(v for node, _ in lot for v in node.reads if v is not None))
     at = tuple((check, tuple(-1 if v is None else reads.index(v) for v in node.reads)) for node, check in lot)
     nodes, name = tuple(node for node, _ in lot), f"OneCheck.{first.name}"
-    if first.name in late:
-        return Rewrite(nodes, (Node(name, OneCheck(at, False), reads, (), (f"{INVALID}.late",)),))
-    held = next((v for node in pipeline.nodes for v in node.reads if v and base(v) == "gae_lambda"), None)
-    if held is None or any(node.stage.opaque for node in pipeline.nodes):
-        return Rewrite(nodes, (Node(name, OneCheck(at, False), reads, (), (INVALID,)),))
+    waiting = _waiting(pipeline)
+    if first.name in late or waiting is None:
+        flag = f"{INVALID}.late" if first.name in late else INVALID
+        return Rewrite(nodes, (Node(name, OneCheck(at, False), reads, (), (flag,)),))
+    held = next(v for v in waiting.reads if v and base(v) == "gae_lambda")
     checked = f"{held}.checked"
-    return Rewrite(
-        nodes, (Node(name, OneCheck(at, True), (*reads, held), (checked,), (INVALID,)),), ((held, checked),)
-    )
+    one = Node(name, OneCheck(at, True), (*reads, held), (checked,), (INVALID,))
+    return Rewrite(nodes, (one,), ((held, checked),))
+
+
+def _waiting(pipeline: Pipeline) -> Node | None:
+    """The recurrence that is to wait for the early lot."""
+    if any(node.stage.opaque for node in pipeline.nodes):
+        return None
+    return next((node for node in pipeline.nodes if isinstance(node.stage, TokenGAE)), None)
 
 
 def _late(pipeline: Pipeline) -> set[str]:
-    """Checks behind the recurrence: they need its result, or nothing before it reads their channel token by token."""
-    graph = pipeline.graph
-    estimators = [node.name for node in pipeline.nodes if isinstance(node.stage, ESTIMATORS)]
-    behind = set().union(*(nx.descendants(graph, name) for name in estimators))
-    before = set().union(*(nx.ancestors(graph, name) for name in estimators))
+    """Checks that need what an estimator or a user's function gives, or whose channel nothing reads token by token
+    before the recurrence that waits."""
+    graph, waiting = pipeline.graph, _waiting(pipeline)
+    checks = [(node, node.stage) for node in pipeline.nodes if isinstance(node.stage, Check)]
+    ahead = [node.name for node in pipeline.nodes if node.stage.opaque or isinstance(node.stage, (TokenGAE, TurnGAE))]
+    late = set().union(*(nx.descendants(graph, name) for name in ahead)) & {node.name for node, _ in checks}
+    if waiting is None:
+        return late
+    before = nx.ancestors(graph, waiting.name)
     by_token = [n for n in pipeline.nodes if n.name in before and not isinstance(n.stage, (Check, *PER_ROW))]
     read_before = {version for node in by_token for version in (*node.reads, *node.writes)}
-    early_all = any(node.stage.opaque for node in pipeline.nodes) or not estimators
-    late = set()
-    for node in pipeline.nodes:
-        if isinstance(node.stage, Check):
-            version = node.reads[node.stage.reads.index(node.stage.of)]
-            if node.name in behind or not (early_all or version in read_before):
-                late.add(node.name)
-    return late
+    return late | {node.name for node, check in checks if node.reads[check.reads.index(check.of)] not in read_before}
 
 
 one_check = Pass(

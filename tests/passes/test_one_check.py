@@ -1,20 +1,26 @@
 """one_check: the checks of a batch are read in one pass; that one failed is known, which one the eager path says."""
 
 import random
+from typing import Any
 
 import networkx as nx
+import pytest
 import torch
+from compiled_adv.passes.broadcast_outcome import broadcast_outcome
+from compiled_adv.passes.drop_idle import drop_idle
 from compiled_adv.passes.one_check import one_check
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_adv.pipeline import Pipeline
 from compiled_adv.rewrite import readers
-from compiled_adv.stages.checks import Check, FiniteResult, OneCheck
+from compiled_adv.stages.checks import Check, FiniteLogprobs, FiniteResult, OneCheck
 from tests.passes.rewriting import SETTINGS, assert_same_numbers, assert_settled, numbers, of_case, ran, run_on
 from tests.random_cases import FIXED, Case, cases
-from tests.unit.wiring import EVERYTHING, a_batch, find, kinds, plugin, wired
+from tests.unit.wiring import EVERYTHING, a_batch, kinds, plugin, wired
 
+TURNS = EVERYTHING | {"advantage": {"estimator": {"implementation": "turn_gae"}}}
+GRPO: dict[str, Any] = {"kl_ctl": 0.0, "discount": 1.0, "gae_lambda": 1.0}
 BAD = (float("nan"), float("inf"), -float("inf"), -7.0, 1e38)
 
 
@@ -47,16 +53,33 @@ def test_the_recurrence_waits_for_the_early_lot():
     assert "gae_lambda" in early.reads[-1]
 
 
-def test_before_a_users_function_every_check_has_run():
-    found = run_on(EVERYTHING | {"advantage": plugin("process_adv_shaping", "see_process")}, one_check)
-    early = next(node for node in found.after.nodes if node.flags == ("flag:invalid",))
-    read_first = {type(check) for check, _ in early.stage.checks}
-    before_users = {k for k in kinds(found.before) if issubclass(k, Check) and k is not FiniteResult}
-    assert {k for k in before_users if find(found.before, k).name not in _behind_users(found.before)} <= read_first
+def test_turn_gae_waits_for_no_check():
+    found = run_on(TURNS, one_check)
+    (early,) = [node for node in found.after.nodes if isinstance(node.stage, OneCheck)]
+    assert early.writes == () and early.flags == ("flag:invalid",)
 
 
-def _behind_users(pipeline: Pipeline) -> set[str]:
-    return set().union(*(nx.descendants(pipeline.graph, n.name) for n in pipeline.nodes if n.stage.opaque))
+def test_turn_gae_leaves_the_result_a_check_of_its_own():
+    assert [k for k in kinds(run_on(TURNS, one_check).after) if issubclass(k, Check)] == [FiniteResult]
+
+
+def test_where_the_outcome_is_the_advantage_all_checks_are_one_lot():
+    found = run_on(GRPO, drop_idle, broadcast_outcome, one_check, batch=a_batch("values", "token_rewards"))
+    (lot,) = [node for node in found.after.nodes if isinstance(node.stage, (Check, OneCheck))]
+    assert {FiniteLogprobs, FiniteResult} <= {type(check) for check, _ in lot.stage.checks}
+
+
+@pytest.mark.parametrize(
+    ("slot", "name"),
+    [("outcome_reward_shaping", "see_outcome"), ("estimator", "see_estimator"), ("process_adv_shaping", "see_process")],
+)
+def test_before_a_users_function_every_check_has_run_that_can(slot, name):
+    found = run_on(EVERYTHING | {"advantage": plugin(slot, name)}, one_check)
+    (early,) = [node for node in found.after.nodes if isinstance(node.stage, OneCheck)]
+    graph, (users,) = found.after.graph, [node.name for node in found.after.nodes if node.stage.opaque]
+    assert early.flags == ("flag:invalid",)
+    assert {k for k in kinds(found.after) if issubclass(k, Check)} == {FiniteResult}
+    assert early.name not in nx.descendants(graph, users)
 
 
 def test_holds_back_from_a_check_that_is_alone():
