@@ -23,7 +23,10 @@ BENCH_BIN = $(if $(wildcard $(PEERS)),.venv-peers/bin,$(BIN))
 MINUTES ?= 30
 LADDER ?= small
 
-.PHONY: demo test test-long test-browser test-trainers lint fuzz soak peers bench test-triton
+.PHONY: help demo test test-long test-browser test-trainers lint fuzz soak peers bench test-triton
+
+help:
+	@sed -n 's/^# \(make [a-z]\)/\1/p' Makefile
 
 demo: $(STAMP)
 	$(BIN)/compiled-adv run
