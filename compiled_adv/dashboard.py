@@ -347,8 +347,7 @@ def _passes(results: Sequence[Result]) -> Chart | None:
     rows = [(it.contender, it.recipe, _shape(it.shape), _ms(it.seconds.median), _times(r)) for it, r in reversed(found)]
     return Chart(
         "What each pass is worth",
-        "The compiled program without the pass over the one with it; 1 is no gain, but for a plainer graph, or a "
-        "collective saved, which no single process can time.",
+        "The compiled program without the pass over the one with it; 1 is no gain, but for a plainer graph.",
         series,
         Table(("pass", "recipe", "shape", "time without it", "without / with (quartiles)"), rows),
         "time without the pass / with it",

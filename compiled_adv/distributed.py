@@ -1,9 +1,10 @@
 """Takes a process group; gives the meetings of its ranks: batch-level moments over all, and each other's errors.
 
-The collectives of a call depend on the configuration alone: an all_reduce at each point where moments are due, and an
-all_gather of a status at the end. A rank that fails joins the next of them with its error, and all stop there; a rank
-whose computation passes a point by, or that has no rows, joins it with nothing. Whoever computes the same call again
-reads what the first computation was told, with its own moments in place: it joins no collective.
+The collectives of a call depend on the configuration alone: one all_reduce at each point where moments are due (count,
+mean and sum of squared deviations travel together, with a status), and an all_gather of a status at the end. A rank
+that fails joins the next of them with its error, and all stop there; a rank whose computation passes a point by, or
+that has no rows, joins it with nothing. Whoever computes the same call again reads what the first computation was told,
+with its own moments in place: it joins no collective.
 """
 
 import math
@@ -21,6 +22,7 @@ from compiled_adv.errors import InvalidValue, NonFinite, RankFailed, RanksLost, 
 TEXT = 1000  # bytes of an error that other ranks are told
 
 Row = list[float]  # count, mean and sum of squared deviations: of one rank, or of all
+NOTHING = torch.zeros(3, dtype=torch.float64)  # the moments of no rows
 
 
 class Ranks:
@@ -29,6 +31,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup, points: Sequence[str]) -> None:
         self.group, self.points = group, tuple(points)
         self.size, self.rank = group.size(), group.rank()
+        self.names = dist.get_process_group_ranks(group)  # not asked for later: a destroyed group still meets, unnamed
         # By the group alone, so that all ranks agree even where one has no batch to look at.
         on_cpu = dist.get_backend(group) in ("gloo", "mpi") or not torch.cuda.is_available()
         self.device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
@@ -73,26 +76,23 @@ class Meeting:
         self._told: dict[str, list[Row]] = {}  # by point, a row of each rank
         self._over = False
 
-    def merged(self, points: Sequence[str], own: Tensor) -> Tensor:
-        """Moments over all ranks, one row for each of `points`, which are met at once; `own`: this rank's, float64."""
-        return torch.tensor([merge(rows) for rows in self.rows(points, own)], dtype=torch.float64, device=own.device)
+    def merged(self, point: str, own: Tensor) -> Tensor:
+        """Moments [3] over all ranks; `own`: this rank's, float64."""
+        return torch.tensor(merge(self.rows(point, own)), dtype=torch.float64, device=own.device)
 
-    def rows(self, points: Sequence[str], own: Tensor) -> list[list[Row]]:
-        """For each of `points` the moments of every rank."""
-        if points[0] not in self._told:
-            assert not self._over and [*points] == self._due[: len(points)], "ranks meet at each point once, in order"
-            table = self._reduced(own)
-            for i, point in enumerate(points):
-                self._told[point] = [row[1 + 3 * i : 4 + 3 * i] for row in table]
+    def rows(self, point: str, own: Tensor) -> list[Row]:
+        """The moments of every rank."""
+        if point not in self._told:
+            assert not self._over and self._due[:1] == [point], "ranks meet at each point once, in order"
+            self._told[point] = [row[1:] for row in self._reduced(own)]
         else:
-            for point, row in zip(points, own.tolist(), strict=True):
-                self._told[point][self.ranks.rank] = row
-        return [self._told[point] for point in points]
+            self._told[point][self.ranks.rank] = own.tolist()
+        return self._told[point]
 
     def close(self) -> None:
         """Meet at what is left, and learn whether every rank has its result."""
         while self._due:
-            self.rows(self._due[:1], torch.zeros(1, 3, dtype=torch.float64))
+            self.rows(self._due[0], NOTHING)
         self._stop_if(self._gathered(torch.zeros(1, dtype=torch.uint8)))
         self._over = True
 
@@ -101,7 +101,7 @@ class Meeting:
         if not self._over:
             with suppress(Exception):  # this rank has an error of its own, which its caller gets whatever happens here
                 if self._due:
-                    self._reduced(torch.zeros(1, 3, dtype=torch.float64), error)
+                    self._reduced(NOTHING, error)
                 else:
                     self._stop_if(self._gathered(torch.ones(1, dtype=torch.uint8)), error)
 
@@ -111,13 +111,13 @@ class Meeting:
         So the sum is a gather: nothing cancels before the merge, and every rank merges the same numbers in one order.
         """
         ranks = self.ranks
-        table = torch.zeros(ranks.size, 1 + own.numel(), dtype=torch.float64, device=ranks.device)
+        table = torch.zeros(ranks.size, 1 + len(own), dtype=torch.float64, device=ranks.device)
         table[ranks.rank, 0] = float(error is not None)
-        table[ranks.rank, 1:] = own.flatten()
+        table[ranks.rank, 1:] = own
         with self._reaching():
             dist.all_reduce(table, group=ranks.group)
             rows: list[Row] = table.tolist()
-        self._due = self._due[len(own) :]
+        self._due = self._due[1:]
         finite = [all(map(math.isfinite, row)) for row in rows]
         if error is None and not finite[ranks.rank]:
             what, hint = (
@@ -139,7 +139,7 @@ class Meeting:
             raise error
         why = [" ".join(bytes(text).rstrip(b"\0").decode(errors="replace").split()) for text in texts]
         bad = [i for i, each in enumerate(failed) if each]
-        ranks = [dist.get_global_rank(self.ranks.group, i) for i in bad]
+        ranks = [self.ranks.names[i] for i in bad]
         found = "; ".join(f"rank {r}: {why[i]}" for r, i in zip(ranks, bad, strict=True) if why[i])
         named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         raise RankFailed(f"{named} failed, so no rank has a result", found=found, hint="the next call works again")

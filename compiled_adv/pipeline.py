@@ -145,9 +145,7 @@ class Wiring:
     def meet(self, block: str) -> None:
         """Take the newest batch moments, those of a norm block, over all ranks where there are several."""
         if self.across_ranks:
-            names = ("batch_n", "batch_mean", "batch_m2")
-            reads, writes = tuple(self.newest[name] for name in names), tuple(self.write(name) for name in names)
-            self.nodes.append(Node(f"AcrossRanks.{block}", AcrossRanks((block,)), reads, writes))
+            self.add(AcrossRanks(block))
 
     def leave(self, *channels: str, **named: str) -> None:
         """The newest versions of these channels are outputs. `named`: under another name."""

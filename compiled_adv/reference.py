@@ -406,7 +406,7 @@ class Oracle:
         else:
             mean = means_of(own, False, False)[0] if own else 0.0
             row = [float(len(own)), mean, sum((x - mean) ** 2 for x in own)]
-        (rows,) = self.meeting.rows((block,), torch.tensor([row], dtype=torch.float64))
+        rows = self.meeting.rows(block, torch.tensor(row, dtype=torch.float64))
         others = [row for rank, row in enumerate(rows) if rank != self.meeting.ranks.rank]
         return replace(whole, elsewhere=[x for row in others for x in alike(*row)])
 

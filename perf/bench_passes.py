@@ -1,6 +1,6 @@
 """What each pass is worth: a recipe on which it fires, compiled without it, against the same compiled with all passes.
 
-Passes that only make the graph plainer, or save a collective between processes, are worth 1 here.
+Passes that only make the graph plainer are worth 1 here.
 """
 
 from __future__ import annotations

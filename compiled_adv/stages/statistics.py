@@ -59,20 +59,22 @@ class BatchMoments(Stage):
 
 
 class AcrossRanks(Stage):
-    """Batch moments over all ranks: one collective for those of several norm blocks that are due at one point.
+    """The batch moments of a norm block over all ranks: count, mean and sum of squared deviations in one collective.
 
-    Its node says what it reads and writes: count, mean and sum of squared deviations of each block.
+    Two blocks meet twice: the moments of advantages wait for the rewards that those are made of.
     """
+
+    reads = ("batch_n", "batch_mean", "batch_m2")
+    writes = ("batch_n", "batch_mean", "batch_m2")
 
     opaque = True
     mixes_rows = True
 
-    blocks: tuple[str, ...]
+    block: str
 
     def call(self, admitted: "Admitted", moments: Sequence[Tensor]) -> Sequence[Tensor]:
         assert admitted.meeting is not None
-        own = torch.stack([*moments]).view(len(self.blocks), 3)
-        return admitted.meeting.merged(self.blocks, own).flatten().unbind()
+        return admitted.meeting.merged(self.block, torch.stack([*moments])).unbind()
 
 
 class GroupCentred(Stage):

@@ -110,7 +110,6 @@ def test_the_order_of_our_passes_stands_in_one_place():
         "drop_idle",
         "share",
         "broadcast_outcome",
-        "one_collective",
         "fuse_reward_norm",
         "fuse_advantages",
         "one_check",

@@ -1,12 +1,13 @@
 """Moments of several ranks as those of one batch."""
 
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_adv import distributed
 from compiled_adv.distributed import TEXT, Meeting, Ranks, merge
 from compiled_adv.errors import RankFailed
 
@@ -54,12 +55,19 @@ def test_one_rank_with_values_keeps_its_own_moments_to_the_bit(empty: int):
     assert merge(rows) == own
 
 
+def test_a_rank_that_fails_is_named_even_where_the_group_was_destroyed(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    ranks = Ranks(dist.group.WORLD, ["adv_norm"])
+    dist.destroy_process_group()
+    with pytest.raises(RankFailed, match="rank 0 failed"):
+        Meeting(ranks)._stop_if([True])
+
+
 def test_each_rank_is_told_with_its_own_error_and_one_without_words_with_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(distributed.dist, "get_global_rank", lambda group, i: 10 + i)
     said = [b"", b"", b"no rows"]
     monkeypatch.setattr(Meeting, "_gathered", lambda meeting, x: [[*text.ljust(TEXT, b"\0")] for text in said])
     ranks = Ranks.__new__(Ranks)
-    ranks.points, ranks.group = (), None
+    ranks.points, ranks.names = (), [10, 11, 12]
     with pytest.raises(RankFailed) as raised:
         Meeting(ranks)._stop_if([False, True, True])
     assert raised.value.found == "rank 12: no rows"
