@@ -129,7 +129,7 @@ def run(
                     summarise(name, batch, output, groups=len(paths), seconds=seconds, warnings=compute.last_warnings)
                 )
                 if report is not None:
-                    reported.append(batch_of(name, compute, output, meta, [path.stem for path in paths]))
+                    reported.append(batch_of(name, compute, batch, output, meta, [path.stem for path in paths]))
                 if results:
                     groups += compiled_adv.split_batch(output, meta)
             # Only now, so that bad input in a later folder leaves nothing behind.

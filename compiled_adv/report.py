@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_adv import page
+from compiled_adv import page, picture
 from compiled_adv.batch import as_meta
-from compiled_adv.channel import STATS
+from compiled_adv.channel import OPTIONAL, STATS
 from compiled_adv.compiler import Compute
 from compiled_adv.errors import AdvantageWarning
 from compiled_adv.files import write_whole
@@ -48,6 +48,8 @@ class Batch:
     stats: Mapping[str, float]
     warnings: Mapping[str, Sequence[int]]
     seconds: float
+    channels: tuple[str, ...] = ()  # the optional ones that it came with
+    mode: str = "additive"  # of process shaping
     decode: Callable[[list[int]], str] | None = None
 
 
@@ -67,16 +69,21 @@ def write(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AdvantageWarning)  # the page shows them
         out = compute(batch, meta, **per_call)
-    write_whole(Path(path), report([batch_of("Batch", compute, out, meta, decode=decode)], compute).encode())
+    mode = per_call.get("advantage_shaping_mode", "additive")
+    found = batch_of("Batch", compute, batch, out, meta, mode=mode, decode=decode)
+    write_whole(Path(path), report([found], compute).encode())
     return out
 
 
 def batch_of(
     name: str,
     compute: Compute,
+    batch: Mapping[str, Any],
     out: Mapping[str, Any],
     meta: Any,
     prompts: Sequence[str] = (),
+    *,
+    mode: str = "additive",
     decode: Callable[[list[int]], str] | None = None,
 ) -> Batch:
     """What a report says of the batch that `compute` has just computed. `prompts`: their names, such as of files."""
@@ -84,19 +91,38 @@ def batch_of(
     sizes = [len(out["loss_mask"])] if meta is None else [int(size) for size in meta.traj_group_sizes]
     names = prompts or [f"prompt {i}" for i in range(len(sizes))]
     stats = compute.stats()
-    return Batch(name, out, sizes, names, stats, dict(compute.last_warnings), stats["seconds"], decode)
+    warned, channels = dict(compute.last_warnings), tuple(key for key in OPTIONAL if batch.get(key) is not None)
+    return Batch(name, out, sizes, names, stats, warned, stats["seconds"], channels, mode, decode)
 
 
 def report(batches: Sequence[Batch], compute: Compute) -> str:
     """The page."""
     lead = f"{len(batches)} batch{'es' if len(batches) > 1 else ''}, backend {compute.spec.advantage.backend}"
-    sections = [section for batch in batches for section in _batch(batch)]
-    return page.page("Batch report", [*sections, _pipeline(compute)], lead=lead)
+    why = _unmeasured(compute)
+    sections = [section for batch in batches for section in _batch(batch, why)]
+    graphs: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for batch in batches:
+        graphs.setdefault((batch.channels, batch.mode), []).append(batch.name)
+    for (channels, mode), names in graphs.items():
+        title = "Pipeline" if len(graphs) == 1 else f"{', '.join(names)}: pipeline"
+        sections.append(_pipeline(title, compute.explain("json", channels, mode)))
+    return page.page("Batch report", sections, lead=lead)
 
 
-def _batch(batch: Batch) -> list[Section]:
+def _unmeasured(compute: Compute) -> str:
+    """Why there are no measurements; nothing where there are."""
+    advantage = compute.spec.advantage
+    if compute.spec.override:
+        return (
+            f"One function, {advantage.compute.implementation}, replaces the whole computation: it raises no warnings, "
+            "and nothing is measured inside it. What it gave is below."
+        )
+    return "" if advantage.stats else "Nothing is measured in the batch: actor.advantage.stats is false."
+
+
+def _batch(batch: Batch, why: str) -> list[Section]:
     return [
-        Section(batch.name, [page.tiles(_tiles(batch)), _warnings(batch)]),
+        Section(batch.name, [page.tiles(_tiles(batch)), _warnings(batch)], why),
         Section(
             f"{batch.name}: prompts",
             [page.columns(_rewards(batch), _advantages(batch)), _distributions(batch)],
@@ -120,9 +146,12 @@ def _left_out(all_of_them: int, most: int, noun: str) -> str:
 
 
 def _tiles(batch: Batch) -> list[Tile]:
-    s = {name: batch.stats.get(name, float("nan")) for name in STATS}
-    pairs = [
-        Tile("rows", number(int(len(batch.out["loss_mask"]))), f"{number(len(batch.sizes))} prompts"),
+    rows = Tile("rows", number(int(len(batch.out["loss_mask"]))), f"{number(len(batch.sizes))} prompts")
+    s = batch.stats
+    if not s.keys() >= {*STATS}:  # nothing was measured
+        return [rows]
+    return [
+        rows,
         Tile("mean reward", _f(s["reward/mean"]), f"std {_f(s['reward/std'])}"),
         Tile(
             "prompts without spread",
@@ -148,7 +177,6 @@ def _tiles(batch: Batch) -> list[Tile]:
         ),
         Tile("padding", _share(s["padding"]), "of the batch's own tokens"),
     ]
-    return pairs
 
 
 def _f(x: float) -> str:
@@ -371,19 +399,18 @@ def _tokens(batch: Batch, b: int, start: int, active_T: Tensor, values_T: Tensor
 # ---- the graph ----
 
 
-def _pipeline(compute: Compute) -> Section:
-    """The stages as wired and as they run: what became one node is one line with its parts."""
-    facts = compute.explain("json")
+def _pipeline(title: str, facts: Mapping[str, Any]) -> Section:
+    """The stages as they run: drawn, and as a table behind it, where what became one node is one line."""
     first, last = facts["pipelines"][0], facts["pipelines"][-1]
     rows = []
     for i, stage in enumerate(last["stages"]):
         parts = stage["name"].split("+")
         fused = Markup(f"<b>{escape(' + '.join(parts))}</b>") if len(parts) > 1 else escape(stage["name"])
         reads = ", ".join(name or "–" for name in stage["reads"])
-        count = f"{len(parts)} in one" if len(parts) > 1 else ""
-        rows.append((i, fused, count, stage["config"], reads, ", ".join(stage["writes"])))
-    table = page.table(["", "stage", "fused", "config", "reads", "writes"], rows)
-    gone = len(first["stages"]) - sum(len(stage["name"].split("+")) for stage in last["stages"])
-    wired, run = len(first["stages"]), len(last["stages"])
-    note = f"{wired} stages as wired, {run} as the compiled backend runs them: {max(0, gone)} dropped or shared."
-    return Section("Pipeline", [page.folded("the stages, in order", table)], note)
+        rows.append((i, fused, stage["config"], reads, ", ".join(stage["writes"])))
+    table = page.table(["", "stage", "config", "reads", "writes"], rows)
+    note = (
+        f"{len(first['stages'])} stages as wired, {len(last['stages'])} as the compiled backend runs them. Below its "
+        "name stands what a stage writes; lines lead from there to its readers. Point at a stage for its numbers."
+    )
+    return Section(title, [picture.drawing(facts), page.folded("the stages in order, as a table", table)], note)

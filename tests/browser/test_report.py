@@ -53,3 +53,13 @@ def test_text_of_the_rollouts_runs_nothing(page, written):
     assert page.js("document.body.dataset.broken") is None
     assert page.all(".tokens img") == [] and page.js("document.querySelector('.tokens').textContent").count("<img") > 0
     assert page.errors() == []
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+def test_the_graph_of_stages_is_drawn_within_its_section(page, written, width):
+    page.driver.set_window_size(width, 1000)
+    page.open(written)
+    (drawn,) = page.all("svg.graph")
+    assert len(drawn.find_elements("css selector", ".node")) > 10
+    assert page.js("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    page.driver.set_window_size(1280, 1000)

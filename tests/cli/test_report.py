@@ -82,3 +82,26 @@ def test_a_page_that_cannot_be_written_is_one_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises((OutputFailed, CompiledAdvError)):
         report.write(tmp_path / "file" / "page.html", compute(), prompt(2, 6, 0.0))
+
+
+def test_an_override_measures_nothing_and_the_page_says_so(tmp_path):
+    made = compute(compute={"implementation": "tests.footguns.override.as_given"})
+    report.write(tmp_path / "page.html", made, prompt(2, 6, 0.0))
+    text = (tmp_path / "page.html").read_text()
+    assert "tests.footguns.override.as_given, replaces the whole computation" in text
+    assert "explained variance" not in text and "Advantages by token" in text
+
+
+def test_the_compiled_backend_is_reported_like_the_eager_one(tmp_path):
+    counts = []
+    for backend in ("eager", "compiled"):
+        report.write(tmp_path / "page.html", compute(backend=backend), prompt(2, 6, 0.0))
+        text = (tmp_path / "page.html").read_text()
+        counts.append([text.count(part) for part in ("<figure>", 'class="tile ', "<tr>", "<rect")])
+    assert counts[0] == counts[1] and min(counts[0]) > 0
+
+
+def test_the_picture_is_of_the_graph_that_the_batch_took(tmp_path):
+    for batch, there in ((prompt(2, 6, 0.0), False), (prompt(2, 6, 0.0) | {"token_rewards": torch.zeros(2, 6)}, True)):
+        report.write(tmp_path / "page.html", compute(), batch)
+        assert ("AlignedRewards" in (tmp_path / "page.html").read_text()) == there
