@@ -9,8 +9,9 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 try:
     import typer
@@ -35,12 +36,15 @@ from compiled_adv.errors import (
     suggest,
 )
 from compiled_adv.files import write_whole
-from compiled_adv.report import batch_of
+from compiled_adv.report import Batch, batch_of
 from compiled_adv.report import report as report_page
 from compiled_adv.rollouts import EMBEDDED, find_rollouts, plan_results, read_groups, write_group
 from compiled_adv.shards import Shard, torchrun
 from compiled_adv.spec import Backend, Spec
 from compiled_adv.summary import Summary, result_table, summarise, together
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 RECIPES = f"Recipes, for --config: {', '.join(config_file.recipes())}"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=RECIPES)
@@ -79,81 +83,118 @@ def run(
     backend: BackendOption = None,
 ) -> None:
     """Compute the advantages of rollout groups: one batch and one table per folder. Under torchrun ranks share them."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import Progress
-
     with _one_message(), torchrun() as shard:
         root = EMBEDDED if rollouts is None else rollouts
-        folders = find_rollouts(root)
-        shares = {folder: shard.part(paths) for folder, paths in folders.items()}
+        shares = {folder: shard.part(paths) for folder, paths in find_rollouts(root).items()}
         results = [] if out is None else plan_results(out, root, shares, overwrite=overwrite)
-        if report is not None and shard.size > 1:
-            what = "a report is drawn by one process"
-            raise ConflictingSettings(what, at="--report", found=f"{shard.size} ranks", hint="without torchrun")
-        if report is not None and report.exists() and not overwrite:
-            raise OutputExists(f"{report} is there already", hint="another --report, or --overwrite")
+        if report is not None:
+            _may_report(report, shard, overwrite)
         spec = _load(config, backend)
         if report is not None:
             spec = spec.with_advantage(stats=True)
         compute = compiled_adv.build(spec, "world" if shard.size > 1 else None)
-        summaries: list[Summary | None] = []
-        groups: list[dict[str, Any]] = []
-        reported = []
-        terminal = Console(stderr=True)
-        quiet = shard.rank > 0 or not terminal.is_terminal
-        with Progress(console=terminal, transient=True, disable=quiet) as progress:
-            bar = progress.add_task("", total=sum(map(len, shares.values())) + len(results))
-
-            def step(paths: Iterable[Path], what: str) -> Iterator[Path]:
-                for path in paths:
-                    progress.update(bar, description=escape(f"{what} {path.name}"))
-                    yield path
-                    progress.advance(bar)
-
-            for folder, paths in shares.items():
-                name = _name(root, folder)
-                try:
-                    found = _read(shard, step(paths, "reading"))
-                    progress.update(bar, description=escape(f"computing {name}"))
-                    if found is None:
-                        compute.join()
-                        summaries.append(None)
-                        continue
-                    batch, meta = found
-                    output, seconds = _timed(compute, batch, meta)
-                except CompiledAdvError as error:
-                    error.add_note(f"  in    {name}")
-                    raise
-                summaries.append(
-                    summarise(name, batch, output, groups=len(paths), seconds=seconds, warnings=compute.last_warnings)
-                )
-                if report is not None:
-                    reported.append(batch_of(name, compute, batch, output, meta, [path.stem for path in paths]))
-                if results:
-                    groups += compiled_adv.split_batch(output, meta)
+        with _bar(shard, sum(map(len, shares.values())) + len(results)) as bar:
+            batches = [
+                _computed(compute, shard, bar, _name(root, folder), paths, bool(results), report is not None)
+                for folder, paths in shares.items()
+            ]
             # Only now, so that bad input in a later folder leaves nothing behind.
-            drawn = "" if report is None else report_page(reported, compute)
+            page = "" if report is None else report_page([it.drawn for it in batches if it and it.drawn], compute)
 
             def write() -> list[Summary | None]:
-                for path, group in zip(step(results, "writing"), groups, strict=True):
+                groups = [group for it in batches if it for group in it.groups]
+                for path, group in zip(bar.each(results, "writing"), groups, strict=True):
                     write_group(path, group)
-                return summaries
+                return [None if it is None else it.summary for it in batches]
 
             parts = zip(*shard.gather(write), strict=True)
             if report is not None:
-                write_whole(report, drawn.encode())
-        if shard.rank > 0:
-            return
-        batches = [together([part for part in of_batch if part is not None]) for of_batch in parts]
-        if json:
-            facts = {"backend": spec.advantage.backend, "batches": [summary.as_dict() for summary in batches]}
-            typer.echo(jsonlib.dumps(facts, indent=1))
-            return
-        # A pipe has no width of its own, and 80 would cut numbers off.
-        console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 100)
-        for summary in batches:
-            console.print(result_table(summary))
+                write_whole(report, page.encode())
+        if shard.rank == 0:
+            summaries = [together([part for part in of_batch if part is not None]) for of_batch in parts]
+            _print(summaries, spec.advantage.backend, json)
+
+
+def _may_report(report: Path, shard: Shard, overwrite: bool) -> None:
+    if shard.size > 1:
+        what = "a report is drawn by one process"
+        raise ConflictingSettings(what, at="--report", found=f"{shard.size} ranks", hint="without torchrun")
+    if report.exists() and not overwrite:
+        raise OutputExists(f"{report} is there already", hint="another --report, or --overwrite")
+
+
+class _Bar:
+    """A step of a progress bar for each file."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.progress, self.task = progress, progress.add_task("", total=total)
+
+    def say(self, what: str) -> None:
+        from rich.markup import escape
+
+        self.progress.update(self.task, description=escape(what))
+
+    def each(self, paths: Iterable[Path], what: str) -> Iterator[Path]:
+        for path in paths:
+            self.say(f"{what} {path.name}")
+            yield path
+            self.progress.advance(self.task)
+
+
+@contextmanager
+def _bar(shard: Shard, total: int) -> Iterator[_Bar]:
+    """Drawn on the first rank's terminal, if there is one."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    terminal = Console(stderr=True)
+    quiet = shard.rank > 0 or not terminal.is_terminal
+    with Progress(console=terminal, transient=True, disable=quiet) as progress:
+        yield _Bar(progress, total)
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What is kept of a folder's batch: its line of the tables, its result files and its part of a report, if asked."""
+
+    summary: Summary
+    groups: list[dict[str, Any]]
+    drawn: Batch | None
+
+
+def _computed(
+    compute: compiled_adv.Compute, shard: Shard, bar: _Bar, name: str, paths: list[Path], written: bool, drawn: bool
+) -> _Computed | None:
+    """A folder's batch, computed by all ranks; None on one that has no prompt of it."""
+    try:
+        found = _read(shard, bar.each(paths, "reading"))
+        bar.say(f"computing {name}")
+        if found is None:
+            compute.join()
+            return None
+        batch, meta = found
+        output, seconds = _timed(compute, batch, meta)
+    except CompiledAdvError as error:
+        error.add_note(f"  in    {name}")
+        raise
+    return _Computed(
+        summarise(name, batch, output, groups=len(paths), seconds=seconds, warnings=compute.last_warnings),
+        compiled_adv.split_batch(output, meta) if written else [],
+        batch_of(name, compute, batch, output, meta, [path.stem for path in paths]) if drawn else None,
+    )
+
+
+def _print(summaries: list[Summary], backend: str, json: bool) -> None:
+    from rich.console import Console
+
+    if json:
+        facts = {"backend": backend, "batches": [summary.as_dict() for summary in summaries]}
+        typer.echo(jsonlib.dumps(facts, indent=1))
+        return
+    # A pipe has no width of its own, and 80 would cut numbers off.
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 100)
+    for summary in summaries:
+        console.print(result_table(summary))
 
 
 def _read(shard: Shard, paths: Iterable[Path]) -> tuple[dict[str, Any], Any] | None:
