@@ -246,93 +246,106 @@ def patched(module: Any, **values: Any) -> Any:
 
 
 def replay(device: Any, sizes: Sizes, clock: Clock) -> Found:
-    """What a replay must keep to: right numbers, reset tails, outputs that stay, per-call values, threads."""
-    from perf.shapes import RECIPES
-
-    recipe = RECIPES["turn_gae_gvpo"]
-    compute = build(recipe.actor, device, buckets=exact(sizes.bucket))
-    rows, tokens = sizes.bucket
-    found: Found = {"wrong": [], "worst": 0.0}
-    shapes = ((rows, tokens), (rows - 8, tokens - 24), (8, tokens // 2), (rows, tokens))
-
-    def right(what: str, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-        far = off(got, want)
-        found["worst"] = max(found["worst"], far)
-        if far > 1e-5:
-            found["wrong"].append(f"{what} is off by {far:.2g}")
-
-    kept = []
-    for shape in shapes:
-        batch, meta = recipe.batch(*shape)
-        got = computed(batch, compute(on(device, batch), meta, **recipe.per_call))
-        got = {key: x for key, x in got.items() if key not in batch or key in expected_keys(recipe)}
-        want = expected(recipe.actor, batch, meta, **recipe.per_call)
-        right(f"a batch of {shape} after a larger one", got, want)
-        kept.append((got, {key: x.clone() for key, x in got.items()}))
-    if not all(same(got, before) for got, before in kept):
-        found["wrong"].append("an output of an earlier call has changed")
-
-    batch, meta = recipe.batch(rows, tokens)
-    there, first = on(device, batch), None
-    values = {
-        "gvpo_negative_scale": (0.1, 0.5, 2.0),
-        "gvpo_zero_penalty": (0.1, 0.5, 2.0),
-        "gvpo_zero_eps": (1e-6, 0.1, 10.0),
-    }
-    calls = [{**recipe.per_call, "gvpo_zero_eps": 0.1} | {name: x} for name, xs in values.items() for x in xs]
-    calls += [{"advantage_shaping_mode": mode} for mode in ("additive", "gvpo")]
-    for call in calls:
+    """What a replay must keep to: right numbers, reset tails, outputs that stay, per-call values, threads, one wait."""
+    replays = Replays(device, sizes.bucket)
+    for check in (replays.of_other_shapes, replays.with_other_values, replays.in_threads, replays.without_waiting):
         if clock.over:
-            return found | {"stopped": f"at {call}"}
-        right(
-            f"call {call}", computed(there, compute(there, meta, **call)), expected(recipe.actor, batch, meta, **call)
-        )
+            return replays.found | {"stopped": f"before {check.__name__}"}
+        check()
+    return replays.found
 
-    # two threads, each with a batch of its own
-    work = [recipe.batch(rows - 8 * i, tokens - 16 * i) for i in range(2)]
-    wanted = [expected(recipe.actor, b, m, **recipe.per_call) for b, m in work]
-    failed: list[str] = []
 
-    def go(i: int) -> None:
-        try:
-            mine = on(device, work[i][0])
-            for _ in range(10):
-                far = off(computed(mine, compute(mine, work[i][1], **recipe.per_call)), wanted[i])
-                if far > 1e-5:
-                    failed.append(f"thread {i} is off by {far:.2g}")
-        except Exception as error:
-            failed.append(f"thread {i}: {type(error).__name__}: {error}")
+class Replays:
+    """Calls of one program, each held to the CPU's answer; `found` says what was wrong."""
 
-    threads = [threading.Thread(target=go, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    found["wrong"] += sorted(set(failed))
+    def __init__(self, device: Any, bucket: tuple[int, int]) -> None:
+        from perf.shapes import RECIPES
 
-    if device.type == "cuda":
+        self.device, self.recipe, self.bucket = device, RECIPES["turn_gae_gvpo"], bucket
+        self.compute = build(self.recipe.actor, device, buckets=exact(bucket))
+        self.found: Found = {"wrong": [], "worst": 0.0}
+
+    def want(self, batch: Mapping[str, Any], meta: Any, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        return expected(self.recipe.actor, batch, meta, **call)
+
+    def right(
+        self, what: str, there: Mapping[str, Any], meta: Any, call: Mapping[str, Any], want: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """The answer of a call for a batch on the device, which is compared."""
+        got = computed(there, self.compute(there, meta, **call))
+        far = off(got, want)
+        self.found["worst"] = max(self.found["worst"], far)
+        if far > 1e-5:
+            self.found["wrong"].append(f"{what} is off by {far:.2g}")
+        return got
+
+    def of_other_shapes(self) -> None:
+        rows, tokens = self.bucket
+        kept, call = [], self.recipe.per_call
+        for shape in ((rows, tokens), (rows - 8, tokens - 24), (8, tokens // 2), (rows, tokens)):
+            batch, meta = self.recipe.batch(*shape)
+            what, want = f"a batch of {shape} after a larger one", self.want(batch, meta, call)
+            got = self.right(what, on(self.device, batch), meta, call, want)
+            kept.append((got, {key: x.clone() for key, x in got.items()}))
+        if not all(same(got, before) for got, before in kept):
+            self.found["wrong"].append("an output of an earlier call has changed")
+
+    def with_other_values(self) -> None:
+        values = {
+            "gvpo_negative_scale": (0.1, 0.5, 2.0),
+            "gvpo_zero_penalty": (0.1, 0.5, 2.0),
+            "gvpo_zero_eps": (1e-6, 0.1, 10.0),
+        }
+        usual = {**self.recipe.per_call, "gvpo_zero_eps": 0.1}
+        calls = [usual | {name: x} for name, xs in values.items() for x in xs]
+        calls += [{"advantage_shaping_mode": mode} for mode in ("additive", "gvpo")]
+        batch, meta = self.recipe.batch(*self.bucket)
+        there = on(self.device, batch)
+        for call in calls:
+            self.right(f"call {call}", there, meta, call, self.want(batch, meta, call))
+
+    def in_threads(self) -> None:
+        """Two, each with a batch of its own."""
+        (rows, tokens), call = self.bucket, self.recipe.per_call
+        work = [self.recipe.batch(rows - 8 * i, tokens - 16 * i) for i in range(2)]
+        wanted = [self.want(batch, meta, call) for batch, meta in work]
+
+        def go(i: int) -> None:
+            batch, meta = work[i]
+            try:
+                mine = on(self.device, batch)
+                for _ in range(10):
+                    self.right(f"thread {i}", mine, meta, call, wanted[i])
+            except Exception as error:
+                self.found["wrong"].append(f"thread {i}: {type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=go, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+
+    def without_waiting(self) -> None:
+        """On a GPU a call is a graph's replay, and the host waits once."""
+        if self.device.type != "cuda":
+            return
         import torch
 
+        batch, meta = self.recipe.batch(*self.bucket)
+        there = on(self.device, batch)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                first = compute(there, meta, **recipe.per_call)
+                self.compute(there, meta, **self.recipe.per_call)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         syncs = [str(w.message).splitlines()[0] for w in caught if "synchroniz" in str(w.message).lower()]
-        found["syncs_per_call"], found["graphs"] = len(syncs), graphs_of(compute)
+        self.found |= {"syncs_per_call": len(syncs), "graphs": graphs_of(self.compute)}
         if len(syncs) > 1:
-            found["wrong"].append(f"{len(syncs)} host syncs in a call")
-        if not found["graphs"]:
-            found["wrong"].append("no CUDA graph was captured")
-        del first
-    return found
-
-
-def expected_keys(recipe: Any) -> frozenset[str]:
-    """Keys of a batch that a result replaces."""
-    return frozenset(("loss_mask", "logprobs", "rewards", "is_truncated", "ref_logp", "prox_logp"))
+            self.found["wrong"].append(f"{len(syncs)} host syncs in a call")
+        if not self.found["graphs"]:
+            self.found["wrong"].append("no CUDA graph was captured")
 
 
 def graphs_of(compute: Any) -> int:
