@@ -7,6 +7,7 @@ host, and every user's function between two segments, stays outside.
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from compiled_adv.bucket import Bucket, crop
 from compiled_adv.channel import HOST, INPUTS
+from compiled_adv.inductor import abandon_capture
 
 WARM_UP = 3  # calls on the capture stream: kernels are loaded and the allocator has seen every size
 ALIGN = 256  # bytes, as torch's allocator aligns
@@ -33,7 +35,6 @@ class Cuda:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 
     def here(self) -> AbstractContextManager[Any]:
@@ -51,6 +52,9 @@ class Cuda:
     def graph(self) -> Any:
         return torch.cuda.CUDAGraph()
 
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
     @contextmanager
     def on_stream(self) -> Iterator[None]:
         """On the capture stream, behind what the current one has been given; that one goes on behind this."""
@@ -59,9 +63,15 @@ class Cuda:
             yield
         torch.cuda.current_stream().wait_stream(self.stream)
 
-    def capture(self, graph: Any) -> AbstractContextManager[Any]:
+    @contextmanager
+    def capture(self, graph: Any, pool: Any) -> Iterator[None]:
         # thread_local: another thread that allocates or copies meanwhile does not spoil the capture
-        return torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+                yield
+        except Exception:
+            abandon_capture(self.device, pool)
+            raise
 
 
 @dataclass
@@ -71,9 +81,18 @@ class Device:
     cuda: Any
     lock: Any = field(default_factory=threading.RLock)
     done: Any = None
+    pool: Any = None
+    sharing: "weakref.WeakSet[Graph]" = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
         self.done = self.cuda.event()
+
+    def shared_pool(self) -> Any:
+        """The pool of the graphs that share one. A new one when the last of them has gone: torch takes no graph into
+        a pool that none is left to own, and what a view still holds of it may be there."""
+        if not self.sharing:
+            self.pool = self.cuda.pool()
+        return self.pool
 
 
 def is_cuda(device: torch.device) -> bool:
@@ -126,27 +145,32 @@ class Graph:
         *,
         views: bool = False,
     ) -> None:
-        """`names`: the versions of the inputs; `example`: empty rows alone. `views`: outputs are lent until the next
-        call, instead of copied. NotGraphed says why a capture failed."""
+        """`names`: the versions of the inputs; `example`: empty rows alone. NotGraphed says why a capture failed.
+
+        `views`: outputs are lent until this graph's next call, instead of copied. Its memory is its own then: in a
+        shared pool the replay of one graph writes over what another has given."""
         self._bucket, self._device, self._views = bucket, device, views
         cuda = device.cuda
-        with device.lock, cuda.here():
-            self._host, self._packed, self._buffers, self._order = self._own(names, example)
-            self._sent = cuda.event()
-            with _no_collection():
-                try:
-                    with cuda.on_stream():
-                        for _ in range(WARM_UP):
-                            run(self._order)
-                    self._graph = cuda.graph()
-                    with cuda.capture(self._graph):
-                        # kept: another bucket's capture may take memory of the pool that nobody holds
-                        self._outputs = list(run(self._order))
-                except Exception as error:
-                    text = str(error).strip().splitlines()
-                    raise NotGraphed(f"{type(error).__name__}: {text[0] if text else ''}") from error
+        with device.lock, cuda.here(), _no_collection():
+            pool = cuda.pool() if views else device.shared_pool()
+            try:
+                self._host, self._packed, self._buffers, self._order = self._own(names, example)
+                self._sent = cuda.event()
+                with cuda.on_stream():
+                    for _ in range(WARM_UP):
+                        run(self._order)
+                self._graph = cuda.graph()
+                with cuda.capture(self._graph, pool):
+                    # kept: another bucket's capture may take memory of the pool that nobody holds
+                    self._outputs = list(run(self._order))
+            except Exception as error:
+                device.sharing.clear()  # what a failed capture leaves behind is not for others to share
+                text = str(error).strip().splitlines()
+                raise NotGraphed(f"{type(error).__name__}: {text[0] if text else ''}") from error
             if any(x is not None and x.device != cuda.device for x in self._outputs):
                 raise NotGraphed("an output is not on the device")
+            if not views:
+                device.sharing.add(self)
 
     def _own(
         self, names: Sequence[str], example: Sequence[Tensor]
@@ -187,10 +211,12 @@ class Graph:
             if self._host is not None and self._packed is not None:
                 self._packed.copy_(self._host, non_blocking=True)
                 self._sent.record()
-            self._graph.replay()
-            found = [None if x is None else self._taken(x, size) for x, size in zip(self._outputs, sizes, strict=True)]
-            device.done.record()
-        return found
+            try:
+                self._graph.replay()
+                outputs = zip(self._outputs, sizes, strict=True)
+                return [None if x is None else self._taken(x, size) for x, size in outputs]
+            finally:  # a copy may find no memory, and the replay runs all the same
+                device.done.record()
 
     def _taken(self, x: Tensor, size: Shape | None) -> Tensor:
         part = x if size is None else crop(x, *size, self._bucket)

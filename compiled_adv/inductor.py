@@ -14,7 +14,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -286,6 +286,13 @@ def graph_error(module: torch.nn.Module, args: Sequence[Any]) -> Exception | Non
     except Exception as error:
         return error
     return None
+
+
+def abandon_capture(device: torch.device, pool: Any) -> None:
+    """Tell torch's allocator that a capture has failed. To torch before 2.12 one that CUDA itself has spoiled is under
+    way for ever, and the process's next torch.cuda.empty_cache() fails."""
+    with suppress(Exception):  # it ended as it should
+        torch._C._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined]
 
 
 def graphs_captured() -> int:

@@ -58,7 +58,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """`log`: what was asked of the device, in order. `fails`: what a capture raises at its end."""
+    """`log`: what was asked, in order. `fails`: what a capture raises at its end. `pools`: the pool of each graph."""
 
     device = torch.device("cpu")
 
@@ -66,6 +66,7 @@ class FakeCuda:
         self.log: list[str] = []
         self.fails: str | None = None
         self.graphs: list[FakeGraph] = []
+        self.pools: list[object] = []
 
     def here(self) -> Any:
         return nullcontext()
@@ -82,14 +83,18 @@ class FakeCuda:
         self.graphs.append(FakeGraph(self.log))
         return self.graphs[-1]
 
+    def pool(self) -> object:
+        return object()
+
     @contextmanager
     def on_stream(self) -> Iterator[None]:
         self.log.append("warm up")
         yield
 
     @contextmanager
-    def capture(self, graph: FakeGraph) -> Iterator[None]:
+    def capture(self, graph: FakeGraph, pool: object) -> Iterator[None]:
         self.log.append("capture")
+        self.pools.append(pool)
         with Recorder(graph):
             yield
         if self.fails:

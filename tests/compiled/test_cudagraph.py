@@ -15,7 +15,7 @@ from compiled_adv import cudagraph
 from compiled_adv.admit import admit, admit_call
 from compiled_adv.bucket import Bucket
 from compiled_adv.channel import HOST
-from compiled_adv.cudagraph import WARM_UP, Buffer, Device, Graph, NotGraphed
+from compiled_adv.cudagraph import WARM_UP, Buffer, Cuda, Device, Graph, NotGraphed
 from compiled_adv.errors import NotCapturable, UnknownName
 from compiled_adv.inductor import settings_of
 from tests.compiled.fake_cuda import FakeCuda
@@ -113,6 +113,73 @@ def test_views_hold_until_the_next_call_alone(cuda):
     assert first.data_ptr() == second.data_ptr() and first.unique().tolist() == [2.0]
 
 
+def graphs_on(device: Device, count: int, **how) -> list[Graph]:
+    def segment(x):
+        return (x[0] + 1,)
+
+    return [Graph(segment, ["values"], [torch.zeros(4, 8)], Bucket(4, 8), device, **how) for _ in range(count)]
+
+
+def test_graphs_share_a_pool_and_a_view_is_never_in_it(cuda):
+    graphs_on_device = graphs_on(Device(cuda), 2), graphs_on(Device(cuda), 2, views=True)
+    assert all(graphs_on_device) and cuda.pools[0] is cuda.pools[1]
+    assert len({id(pool) for pool in cuda.pools}) == 3
+
+
+def test_a_pool_that_no_graph_is_left_to_own_is_not_used_again(cuda):
+    device = Device(cuda)
+    for _ in range(2):
+        graphs_on(device, 1)
+    assert cuda.pools[0] is not cuda.pools[1]
+
+
+def test_a_pool_in_which_a_capture_failed_is_not_used_again(cuda):
+    device = Device(cuda)
+    kept = graphs_on(device, 1)
+    cuda.fails = "a reason"
+    with pytest.raises(NotGraphed):
+        graphs_on(device, 1)
+    cuda.fails = None
+    graphs_on(device, 1)
+    assert kept and cuda.pools[0] is cuda.pools[1] is not cuda.pools[2]
+
+
+def test_no_memory_for_the_buffers_is_no_graph(cuda, monkeypatch):
+    def none(size):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(cuda, "buffer", none)
+    with pytest.raises(NotGraphed, match="out of memory"):
+        a_graph(cuda, lambda x: (x[0] + 1,), ["facts"], [torch.zeros(6)])
+
+
+def test_the_next_replay_waits_for_one_whose_outputs_found_no_memory(cuda, monkeypatch):
+    (graph,) = graphs_on(Device(cuda), 1)
+    monkeypatch.setattr(graph, "_taken", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+    with pytest.raises(torch.OutOfMemoryError):
+        graph([torch.zeros(4, 8)], [None])
+    assert cuda.log[-2:] == ["replay", "record"]
+
+
+def test_torch_is_told_of_a_capture_that_cuda_has_spoiled(monkeypatch):
+    """Otherwise the process's next torch.cuda.empty_cache() fails."""
+    told = []
+
+    @contextmanager
+    def spoiled(graph, *, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        yield
+        raise RuntimeError("capture was invalidated")
+
+    device = Cuda.__new__(Cuda)
+    device.device, device.stream = torch.device("cuda", 1), None
+    monkeypatch.setattr(torch.cuda, "graph", spoiled)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: told.append(given), raising=False)
+    with pytest.raises(RuntimeError, match="invalidated"), device.capture(None, (0, 7)):
+        pass
+    assert told == [(1, (0, 7))]
+
+
 @pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: bool(torch.equal(x, x))])
 def test_a_number_read_on_the_host_is_no_graph(cuda, read):
     with pytest.raises(NotGraphed, match="not permitted"):
@@ -130,12 +197,7 @@ def test_collection_rests_during_a_capture_and_goes_on_after_one_that_failed(cud
 
 
 def test_graphs_of_a_device_take_turns(cuda):
-    device, running, most = Device(cuda), [], []
-
-    def segment(x):
-        return (x[0] + 1,)
-
-    graphs = [Graph(segment, ["values"], [torch.zeros(4, 8)], Bucket(4, 8), device) for _ in range(2)]
+    graphs, running, most = graphs_on(Device(cuda), 2), [], []
     for graph in graphs:
         replay = graph._graph.replay
 
