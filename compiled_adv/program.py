@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.compiler import is_compiling
 
 from compiled_adv.pipeline import Node, Pipeline
 from compiled_adv.stage import Stage
+from compiled_adv.stages.forms import bits
 
 
 class StageModule(nn.Module):
@@ -36,13 +36,7 @@ class Bits(nn.Module):
     """Flags, bool [B] each, as bits of one word a row, int64 [B]."""
 
     def forward(self, *flags: Tensor) -> Tensor:
-        if not is_compiling():
-            place_F1 = torch.arange(len(flags), device=flags[0].device)[:, None]
-            return (torch.stack(flags).to(torch.int64) << place_F1).sum(0)
-        bits_B = flags[0].to(torch.int64)
-        for i, flag_B in enumerate(flags[1:], 1):
-            bits_B = bits_B | flag_B.to(torch.int64) << i
-        return bits_B
+        return bits(*flags)
 
 
 @dataclass(frozen=True)

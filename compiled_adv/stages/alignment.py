@@ -6,17 +6,17 @@ see something (t <= T-2); `loss_mask` is the trainer's mask, which under default
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import as_mask, columns, fact, roll_left, shift_left
+from compiled_adv.stages.forms import as_mask, prefix, roll_left
+from compiled_adv.stages.select import fact, shift_left
 
 
 class Lengths(Stage):
     """Valid tokens of each row; the attention mask must be a prefix.
 
     The mask comes as int32 words of four tokens, a byte each: nothing else reads it, and so it is read 16 times faster
-    than as float32. A row is a prefix if no word has a hole and its last set byte is at its length.
+    than as float32.
     """
 
     reads = ("attention_words",)
@@ -24,18 +24,7 @@ class Lengths(Stage):
     flags = ("attention_not_prefix",)
 
     def forward(self, words_BW):
-        if not is_compiling():
-            set_BT = words_BW.view(torch.bool).to(torch.float32)
-            lengths_B = set_BT.sum(1)
-            return lengths_B.to(torch.int32), (set_BT * (columns(set_BT) + 1)).amax(1) != lengths_B
-        for shift in (4, 2, 1):  # a bool that was made elsewhere may hold another byte than 1
-            words_BW = words_BW | words_BW >> shift
-        words_BW = words_BW & 0x01010101
-        set_BW = (words_BW & 1) + (words_BW >> 8 & 1) + (words_BW >> 16 & 1) + (words_BW >> 24 & 1)
-        hole_BW = words_BW >> 8 & ~words_BW & 0x00010101
-        end_BW = torch.where(words_BW != 0, columns(words_BW) * 4 + set_BW, 0)
-        lengths_B = set_BW.sum(1, dtype=torch.int32)
-        return lengths_B, (hole_BW.amax(1) != 0) | (end_BW.amax(1) != lengths_B)
+        return prefix(words_BW)
 
 
 class CountGenerated(Stage):

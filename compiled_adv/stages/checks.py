@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from compiled_adv.stage import Stage
+from compiled_adv.stages.forms import some
 from compiled_adv.stages.select import columns, fact, finite, select, shift_left
 
 
@@ -33,13 +33,6 @@ def unless_finite(mask_BT: Tensor, x_BT: Tensor) -> Tensor:
 
 def where_true(condition_BT: Tensor) -> Tensor:
     return torch.where(condition_BT, 1.0, 0.0)
-
-
-def some(violations_BT: Tensor) -> Tensor:
-    """Rows with a violation. Counted as integers: a sum of floats would be cascaded, a maximum ordered around NaN."""
-    if not is_compiling():
-        return ~(violations_BT.sum(1) == 0)
-    return (violations_BT != 0).to(torch.int32).sum(1, dtype=torch.int32) > 0
 
 
 class OneCheck(Stage):

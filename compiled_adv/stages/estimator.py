@@ -12,8 +12,9 @@ from torch import Tensor
 
 from compiled_adv import kernels
 from compiled_adv.stage import Stage
+from compiled_adv.stages.forms import clean, either, put
 from compiled_adv.stages.process_rewards import align_turn_ids
-from compiled_adv.stages.select import at_column, clean, columns, either, fact, finite, last_valid, put, select
+from compiled_adv.stages.select import at_column, columns, fact, finite, last_valid, select
 
 
 class PlaceOutcome(Stage):

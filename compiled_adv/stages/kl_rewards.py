@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import fact, finite, last_valid, without
+from compiled_adv.stages.forms import without
+from compiled_adv.stages.select import fact, finite, last_valid
 
 LIMIT = 10.0
 

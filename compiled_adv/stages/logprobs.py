@@ -1,10 +1,8 @@
 """Takes log probabilities as they came; gives them next-token aligned and zero outside the loss mask."""
 
-import torch
-from torch.compiler import is_compiling
-
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import fact, roll_left, select
+from compiled_adv.stages.forms import copy, roll_left
+from compiled_adv.stages.select import fact, select
 
 
 class BehaviorLogprobs(Stage):
@@ -35,8 +33,7 @@ class CopyLogprobs(Stage):
     writes = ("prox_logp",)
 
     def forward(self, logprobs_BT, lengths_B):
-        # compiled, a plain clone would be a loop of its own; what reads a row's value stays in the row's loop
-        return torch.where(lengths_B[:, None] >= 0, logprobs_BT, 0.0) if is_compiling() else logprobs_BT.clone()
+        return copy(logprobs_BT, lengths_B)
 
 
 class ReferenceLogprobs(Stage):

@@ -29,7 +29,8 @@ from compiled_adv.gae import GAELambdaContext, call_lambda, lambda_context
 from compiled_adv.plugins import ProgramData, ProgramMeta
 from compiled_adv.resolve import Plugin
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import clean, columns, fact, finite
+from compiled_adv.stages.forms import clean
+from compiled_adv.stages.select import columns, fact, finite
 
 # A channel by name: None where an optional one is absent.
 Channels = Callable[[str], Any]

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from compiled_adv.stage import Stage
-from compiled_adv.stages.select import fact, roll_left, select, shift_left
+from compiled_adv.stages.forms import roll_left
+from compiled_adv.stages.select import fact, select, shift_left
 
 
 class AlignedRewards(Stage):

@@ -10,10 +10,11 @@ from torch import Tensor
 from compiled_adv.stage import Stage
 from compiled_adv.stages.alignment import Alignment
 from compiled_adv.stages.estimator import PlaceOutcome
+from compiled_adv.stages.forms import as_mask
 from compiled_adv.stages.kl_rewards import KLRewards
 from compiled_adv.stages.length_penalty import LengthPenalty
 from compiled_adv.stages.reward_norm import RewardNorm, RowGroups, Units
-from compiled_adv.stages.select import as_mask, columns, shift_left
+from compiled_adv.stages.select import columns, shift_left
 
 
 class ShiftAlignment(Alignment):
