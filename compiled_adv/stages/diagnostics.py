@@ -11,9 +11,9 @@ from torch.compiler import is_compiling
 from compiled_adv import kernels
 from compiled_adv.channel import STATS
 from compiled_adv.stage import Stage
+from compiled_adv.stages.forms import clean
 from compiled_adv.stages.kl_rewards import LIMIT, KLRewards
 from compiled_adv.stages.reward_norm import Score, Units
-from compiled_adv.stages.forms import clean
 from compiled_adv.stages.select import fact, select
 
 INF = float("inf")
