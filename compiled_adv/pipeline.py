@@ -32,7 +32,7 @@ from compiled_adv.stages.checks import (
     UniformTurns,
     WeightRange,
 )
-from compiled_adv.stages.diagnostics import AdvantageSums, BatchStats, KLSums, ShapingSums, ValueSums
+from compiled_adv.stages.diagnostics import AdvantageSums, BatchStats, KLSums, MissedSums, ReturnSums, ShapingSums
 from compiled_adv.stages.estimator import (
     AlignTurnIds,
     BootstrapValues,
@@ -326,8 +326,6 @@ def _estimate(wiring: Wiring, spec: Spec, resolved: Resolved) -> None:
     else:
         _gae(wiring, spec, resolved.lambda_fn)
     wiring.leave("returns", "tot_rewards")
-    if spec.advantage.stats and wiring.has("values"):
-        add(ValueSums())
 
 
 def _gae(wiring: Wiring, spec: Spec, lambda_fn: Plugin | None) -> None:
@@ -347,11 +345,13 @@ def _gae(wiring: Wiring, spec: Spec, lambda_fn: Plugin | None) -> None:
 
 
 def _normalise_advantages(wiring: Wiring, spec: Spec) -> None:
-    add, norm = wiring.add, spec.adv_norm
+    add, newest, norm = wiring.add, wiring.newest, spec.adv_norm
     if norm is None:
         return
     add(RowGroups(norm.group_size if by_group(norm) else 1))
     add(AdvantageMoments())
+    if spec.estimator == "token_gae":  # what values miss of returns is the advantage
+        newest |= {"missed_mean": newest["unit_mean"], "missed_m2": newest["unit_m2"]}
     _moments(wiring, norm, SingleRollouts(), "adv_norm")
     add(AdvantageScale(norm))
     add(AdvNorm())
@@ -372,15 +372,19 @@ def _shape(wiring: Wiring, spec: Spec, resolved: Resolved, mode: str) -> None:
             add(WeightRange())
             add(ProcessWeighted())
     wiring.leave("advantages")
-    if spec.advantage.stats:
-        add(AdvantageSums())
-        if wiring.newest["advantages"] != unshaped:
-            add(ShapingSums(), unshaped=unshaped)
+    if spec.advantage.stats and wiring.newest["advantages"] != unshaped:
+        add(ShapingSums(), unshaped=unshaped)
 
 
 def _measure(wiring: Wiring, spec: Spec) -> None:
-    """What the sums wired beside each channel come to; far from it, a compiler would fuse nothing."""
+    """What the batch was and what came of it; sums of what is read before the recurrence are wired there."""
     if spec.advantage.stats:
+        add = wiring.add
+        add(AdvantageSums())
+        if wiring.has("values"):
+            add(ReturnSums())
+            if not wiring.has("missed_m2"):
+                add(MissedSums())
         sizes = [norm.group_size for norm in (spec.reward_norm, spec.adv_norm) if norm is not None and by_group(norm)]
-        wiring.add(BatchStats(sizes[0] if sizes else 1), rewards=wiring.outputs["rewards"])
+        add(BatchStats(sizes[0] if sizes else 1), rewards=wiring.outputs["rewards"])
         wiring.leave("stats")

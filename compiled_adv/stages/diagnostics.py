@@ -19,17 +19,17 @@ from compiled_adv.stages.select import fact, select
 INF = float("inf")
 
 
-def row_moments(x_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As kernels.row_moments; in a compiled graph as sums that fuse with what writes x, exact but for 1e-12."""
+def row_moments(x_BT: Tensor, mask_BT: Tensor, n_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and sum of squared deviations, float64; in a compiled graph of sums that fuse with what writes x, exact but
+    for 1e-12."""
     if not is_compiling():
-        return kernels.row_moments(x_BT, mask_BT)
-    n_B = mask_BT.sum(1).to(torch.float64)  # whole numbers: exact in any order
+        return kernels.row_moments(x_BT, mask_BT)[1:]
     # each from the start: what two sums read would be written to memory
     sum_B = select(mask_BT, x_BT).sum(1, dtype=torch.float64)
     squares_B = select(mask_BT, x_BT).to(torch.float64).square().sum(1)
     mean_B = sum_B / n_B.clamp(min=1)
     m2_B = squares_B - sum_B * mean_B
-    return n_B, mean_B, torch.where(m2_B > 1e-12 * squares_B, m2_B, 0.0)
+    return mean_B, torch.where(m2_B > 1e-12 * squares_B, m2_B, 0.0)
 
 
 class AdvantageSums(Stage):
@@ -40,9 +40,10 @@ class AdvantageSums(Stage):
     writes = ("active", "advantage_mean", "advantage_m2", "advantage_min", "advantage_max")
 
     def forward(self, advantages_BT, mask_BT):
+        n_B = mask_BT.sum(1).to(torch.float64)  # whole numbers: exact in any order
         least_B = torch.where(mask_BT > 0, advantages_BT, INF).amin(1)
         most_B = torch.where(mask_BT > 0, advantages_BT, -INF).amax(1)
-        return *row_moments(advantages_BT, mask_BT), least_B, most_B
+        return n_B, *row_moments(advantages_BT, mask_BT, n_B), least_B, most_B
 
 
 class ShapingSums(Stage):
@@ -53,22 +54,32 @@ class ShapingSums(Stage):
     writes = ("flipped", "cleared")
 
     def forward(self, unshaped_BT, advantages_BT, mask_BT):
-        flipped_BT = (unshaped_BT > 0) & (advantages_BT < 0) | (unshaped_BT < 0) & (advantages_BT > 0)
-        cleared_BT = (unshaped_BT != 0) & (advantages_BT == 0)
-        active_BT = mask_BT > 0
-        return tuple((x_BT & active_BT).sum(1, dtype=torch.int32) for x_BT in (flipped_BT, cleared_BT))
+        # of opposite signs; scaled, lest the product of two small numbers be 0
+        flipped_BT = torch.where(unshaped_BT * 1e30 * advantages_BT < 0, mask_BT, 0.0)
+        was_BT = torch.where(unshaped_BT == 0, 0.0, mask_BT)
+        return flipped_BT.sum(1), torch.where(advantages_BT == 0, was_BT, 0.0).sum(1)
 
 
-class ValueSums(Stage):
-    """Moments of each row's returns, and of what its values miss of them."""
+class ReturnSums(Stage):
+    """Moments of each row's returns."""
 
     slot = "actor.advantage.stats"
-    reads = ("returns", "values", "loss_mask")
-    writes = ("return_mean", "return_m2", "missed_mean", "missed_m2")
+    reads = ("returns", "loss_mask", "active")
+    writes = ("return_mean", "return_m2")
 
-    def forward(self, returns_BT, values_BT, mask_BT):
-        missed_BT = returns_BT - clean(values_BT)
-        return *row_moments(returns_BT, mask_BT)[1:], *row_moments(missed_BT, mask_BT)[1:]
+    def forward(self, returns_BT, mask_BT, n_B):
+        return row_moments(returns_BT, mask_BT, n_B)
+
+
+class MissedSums(Stage):
+    """Moments of what each row's values miss of its returns."""
+
+    slot = "actor.advantage.stats"
+    reads = ("returns", "values", "loss_mask", "active")
+    writes = ("missed_mean", "missed_m2")
+
+    def forward(self, returns_BT, values_BT, mask_BT, n_B):
+        return row_moments(returns_BT - clean(values_BT), mask_BT, n_B)
 
 
 class KLSums(Stage):
@@ -93,7 +104,7 @@ class BatchStats(Stage):
     reads = (
         *("rewards", "references", "member_of_row", "first_row", "group_of_row", "facts", "is_truncated", "lengths"),
         *AdvantageSums.writes,
-        *(f"{name}?" for name in ShapingSums.writes + ValueSums.writes + KLSums.writes),
+        *(f"{name}?" for name in ShapingSums.writes + ReturnSums.writes + MissedSums.writes + KLSums.writes),
     )
     writes = ("stats",)
 
@@ -150,10 +161,12 @@ class BatchStats(Stage):
 
 
 def whole(n_B: Tensor, mean_B: Tensor, m2_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments of all rows, merged in row order."""
-    part_B = torch.zeros(n_B.shape, dtype=torch.int64, device=n_B.device)
-    n, mean, m2 = (x_B[0] for x_B in kernels.merge_moments(n_B, mean_B, m2_B, part_B))
-    return n, mean, m2
+    """Moments of all rows; what rounding makes of equal numbers is no spread."""
+    n = n_B.sum()
+    mean_B = torch.where(n_B > 0, mean_B, 0.0)
+    mean = (n_B * mean_B).sum() / n
+    m2 = (m2_B + n_B * (mean_B - mean).square()).sum()
+    return n, mean, torch.where(m2 > 1e-24 * n * mean.square(), m2, 0.0)
 
 
 def some(x: Tensor, n: Tensor) -> Tensor:

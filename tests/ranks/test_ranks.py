@@ -229,6 +229,7 @@ def states() -> list[Scenario]:
         Scenario("states, a plugin", plugged, calls, ("interpreted",), exact),
         Scenario("states, a shadow", shadowed, calls, ("interpreted", "eager"), exact),
         Scenario("states, one is warm", actor, calls, ("interpreted",), exact, warm=True),
+        Scenario("measured", actor | {"advantage": {"stats": True}}, calls[:1], ("interpreted", "eager")),
         Scenario("no group", actor, calls[:1], ("eager",), group="none"),
         Scenario(
             "compiled", actor, calls[:1] * 2, ("compiled", "eager"), exact | {"buckets": {"rows": [8], "tokens": [32]}}
@@ -301,6 +302,23 @@ def test_statistics_far_from_zero_lose_nothing(three: World):
         assert seen.out is not None
         want, got = expected["tot_rewards"][part(near, rank, 3)[0]], seen.out["tot_rewards"][:, :12]
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_each_rank_measures_its_own_rows(two: World):
+    for rank, seen in enumerate(of(two, "measured")):
+        assert seen.out is not None
+        active_BT = seen.out["loss_mask"] != 0
+        x, rows = seen.out["advantages"][active_BT].double(), part(GOOD, rank, 2)[0]
+        expected = {
+            "rows": rows.stop - rows.start,
+            "tokens": len(x),
+            "reward/mean": GOOD.batch["rewards"][rows].double().mean(),
+            "advantage/mean": x.mean(),
+            "advantage/std": x.std(correction=0),
+            "advantage/max": x.max(),
+        }
+        found = {name: seen.stats[name] for name in expected}
+        assert found == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-6, abs=1e-6), rank
 
 
 # ---- collectives ----

@@ -52,6 +52,7 @@ class Seen:
     warnings: dict[str, list[int]]
     error: tuple[str, str] | None  # class, message
     collectives: tuple[str, ...]
+    stats: dict[str, float] = field(default_factory=dict)
 
 
 def go(size: int, scenarios: Sequence[Scenario], folder: Path) -> list[dict[str, list[Seen]]]:
@@ -165,4 +166,4 @@ def one(compute: Any, given: Any, counted: Counted) -> Seen:
                 out = {k: x for k, x in result.items() if isinstance(x, torch.Tensor) and x is not batch.get(k)}
         except Exception as raised:
             error = type(raised).__name__, str(raised)
-    return Seen(out, compute.last_warnings, error, counted.taken())
+    return Seen(out, compute.last_warnings, error, counted.taken(), compute.stats())

@@ -69,6 +69,35 @@ def test_the_numbers_are_those_of_the_batch_and_its_result(backend):
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+TURNS = {"gae_timestep_unit": "turn", "kl_estimator": "k3", "adv_norm": None}
+
+
+@pytest.mark.parametrize("actor", [{}, TURNS], ids=["token", "turn"])
+def test_a_compiled_program_measures_what_eager_measures(actor):
+    rollouts = batch()
+    rollouts["turn_ids"] = torch.where(rollouts["loss_mask"] != 0, torch.tensor([0, 0, 0, 1, 1, 2]), -1)
+    found, want = (stats_of(b, rollouts, actor=actor, advantage_shaping_mode="gvpo")[0] for b in ("compiled", "eager"))
+    assert {k: found[k] for k in STATS} == pytest.approx({k: want[k] for k in STATS}, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("adv_norm", [BATCH, None], ids=["normalised", "raw"])
+def test_numbers_far_from_zero_keep_their_spread(backend, adv_norm):
+    """Returns around 100, which spread by about a tenth, and values that know a part of them."""
+    near = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) / 20
+    far = {
+        "values": torch.where(batch()["attention_mask"], 100 + near, 0.0),
+        "rewards": 100 + torch.tensor([0.1, -0.1, 0.05, -0.05]),
+    }
+    actor = {"kl_ctl": 0.0, "reward_norm": None, "reward_clip": 1000.0, "reward_scaling": 1.0, "adv_norm": adv_norm}
+    rollouts = batch(**far, is_truncated=torch.zeros(4, dtype=torch.bool))
+    del rollouts["token_rewards"]
+    found, out = stats_of(backend, rollouts, actor=actor)
+    expected = by_hand(rollouts, out)["values/explained_variance"]
+    assert out["returns"][out["loss_mask"] != 0].mean() == pytest.approx(100, abs=1)
+    assert found["values/explained_variance"] == pytest.approx(expected, rel=1e-2)
+
+
 @pytest.mark.parametrize("backend", ["reference", "eager", "compiled"])
 def test_flipped_and_cleared_compare_the_advantages_before_and_after_process_shaping(backend):
     found, out = stats_of(backend, advantage_shaping_mode="gvpo")
