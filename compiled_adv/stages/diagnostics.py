@@ -1,7 +1,7 @@
 """Takes what a batch was and what came of it; gives the numbers of `compute.stats()`, float64 in the order of STATS.
 
-Sums per row stand beside the stages that write their channels, so that a compiler makes them in the same pass over
-memory; BatchStats merges them over rows in row order. Nothing else reads them. What cannot be measured is NaN.
+Sums per row are such that a compiler makes them in the passes over memory that are there anyway; BatchStats merges them
+over rows. Nothing else reads them. What cannot be measured is NaN.
 """
 
 import torch
