@@ -2,7 +2,7 @@
 # make test   set up .venv and run the tests
 # make test-long  the tests that compile many programs
 # make test-browser  written pages in a headless Chromium, which it installs if it may (Debian, as root)
-# make test-triton  the GPU's operators in Triton's interpreter (190 MB to download); a part of make test
+# make test-triton  the GPU's operators in Triton's interpreter and compiled for a GPU (190 MB to download); a part of make test
 # make lint   set up .venv, then ruff and mypy
 # make fuzz   whatever may arrive from outside, for MINUTES=30; FUZZ_BACKENDS=eager,compiled takes the compiler in
 # make soak   2,000 random batches through the compiled backend, against the plain loops (20 minutes)
@@ -38,6 +38,7 @@ test: $(STAMP)
 # Triton lies apart from the environment: its presence changes how torch compiles.
 test-triton: .venv/triton/installed
 	TRITON_INTERPRET=1 PYTHONPATH=.venv/triton $(BIN)/python -m pytest tests/unit/test_triton.py
+	PYTHONPATH=.venv/triton $(BIN)/python -m pytest tests/unit/test_triton_compiled.py
 
 .venv/triton/installed: $(STAMP)
 	$(BIN)/python -m pip install -c constraints.txt --no-deps --target .venv/triton triton

@@ -17,6 +17,7 @@ from compiled_adv.errors import NoBucket
 from compiled_adv.memory import POOL
 
 LEAST_TOKENS = 128
+VECTOR = 16  # tokens; Triton knows a row's start to be aligned if its length is a multiple of this
 
 
 @dataclass(frozen=True, order=True)
@@ -33,6 +34,11 @@ class Bucket:
         """The padded shape of a channel with these dims; a name of `S` keeps its own size."""
         sizes = {"B": self.rows, "U": self.rows, "T": self.tokens, "W": -(-self.tokens // 4)}
         return tuple(sizes[dim] for dim in dims)
+
+    def on(self, device: torch.device) -> "Bucket":
+        """The bucket as a device takes it. On a GPU rows are of whole vectors: threads share aligned rows otherwise
+        than others, and would add the same numbers in another order."""
+        return self if device.type == "cpu" else Bucket(self.rows, -(-self.tokens // VECTOR) * VECTOR)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,8 @@ class Compute:
             for mode in legal_modes(self.spec, self._resolved)
         }
         mask = (example or {}).get("loss_mask")
-        jobs = [(kind, bucket) for bucket in self._buckets(mask) for kind in sorted(kinds, key=str)]
+        buckets = dict.fromkeys(bucket.on(device) for bucket in self._buckets(mask))
+        jobs = [(kind, bucket) for bucket in buckets for kind in sorted(kinds, key=str)]
         self._masks(_program_mask(mask if isinstance(mask, Tensor) else None))
         with _plain_torch(example):
             for kind, bucket in progress(jobs):
@@ -262,7 +263,8 @@ class Compute:
         return self._eager[kind].run(admitted)
 
     def _run_compiled(self, kind: "Kind", admitted: Admitted) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        bucket, mask = self._ladder.fit(admitted.rows, admitted.tokens), admitted.channels["loss_mask"]
+        bucket = self._ladder.fit(admitted.rows, admitted.tokens).on(admitted.device)
+        mask = admitted.channels["loss_mask"]
         admitted.channels["loss_mask"] = mask_as(mask, self._masks(mask.dtype))
         expected = None
         if kind not in self._known:

@@ -3,8 +3,9 @@
 A row is cut into blocks of BLOCK columns, counted from its first. What a block does to the state that runs through the
 row is one small map, found by a scan inside the block; a chain over the blocks gives each the state that enters it. So
 a result never depends on the number of columns or rows behind the batch's own (padding), nor on whether one program
-takes a whole row or each block has its own. All sums are float64, inputs of any float dtype are read as float32.
-BLOCK and WARPS are fixed: tuned ones would round differently from bucket to bucket.
+takes a whole row or each block has its own, as long as rows are of whole vectors (Bucket.on). All sums are float64,
+inputs of any float dtype are read as float32. BLOCK and WARPS are fixed: tuned ones would round differently from bucket
+to bucket.
 """
 
 from collections.abc import Callable

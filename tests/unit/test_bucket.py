@@ -22,6 +22,11 @@ def declared(**compiled: object) -> Ladder:
 # ---- which bucket ----
 
 
+@pytest.mark.parametrize("device, tokens", [("cpu", 1000), ("cuda:1", 1008)])
+def test_rows_are_of_whole_vectors_on_a_gpu(device, tokens):
+    assert Bucket(3, 1000).on(torch.device(device)) == Bucket(3, tokens)
+
+
 @pytest.mark.parametrize(
     "rows, tokens, bucket",
     [
