@@ -1,4 +1,4 @@
-"""What each pass is worth: a recipe on which it fires, compiled without it, against the same compiled with all passes.
+"""What each pass, and all of them, are worth: a recipe on which it fires, compiled without, against with all passes.
 
 Passes that only make the graph plainer are worth 1 here.
 """
@@ -9,35 +9,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from compiled_adv.passes import DEFAULT
 
 from perf import cases, peers
 from perf.measure import record
 from perf.shapes import LADDERS
 
-# Where a pass fires if token_gae is not the place.
-PLACES: Mapping[str, str] = {
-    "drop_idle": "grpo_with_ref",
-    "share": "both_norms_by_group",
-    "broadcast_outcome": "grpo",
-    "fuse_advantages": "token_gae_gvpo",
-}
+# Where a pass fires; else token_gae_gvpo is the place.
+PLACES: Mapping[str, str] = dict.fromkeys(("all", "drop_idle", "broadcast_outcome"), "grpo_with_ref")
 
 
-@pytest.mark.parametrize("name", [each.name for each in DEFAULT])
-def test_without_a_pass(benchmark: Any, name: str, request: pytest.FixtureRequest) -> None:
-    shape = LADDERS[request.config.getoption("--ladder")][-1]
-    case = cases.Case(PLACES.get(name, "token_gae"), shape, "contiguous")
+def contenders(ladder: str) -> list[tuple[cases.Case, str]]:
+    shape = LADDERS[ladder][-1]
+    found = [(cases.Case(PLACES.get(name, "token_gae_gvpo"), shape, "contiguous"), name) for name in cases.PASSES]
+    return sorted(((case, f"without {name}") for case, name in found), key=str)
+
+
+def test_without_a_pass(benchmark: Any, case: cases.Case, contender: str) -> None:
+    rows, tokens = case.shape
     try:
-        without = case.backend(f"without {name}")
+        without = case.backend(contender)
     except peers.Unsupported as error:
-        pytest.skip(f"{name} on {case}: {error}")
-    benchmark.group = f"{case.recipe} {shape[0]}x{shape[1]}"
-    facts: dict[str, Any] = {
-        "recipe": case.recipe,
-        "rows": shape[0],
-        "tokens": shape[1],
-        "difference": without.difference,
-    }
+        pytest.skip(f"{contender} on {case}: {error}")
+    benchmark.group = f"{case.recipe} {rows}x{tokens}"
+    facts: dict[str, Any] = {"recipe": case.recipe, "rows": rows, "tokens": tokens, "difference": without.difference}
     others = {"with": case.backend("compiled").run}
+    name = contender.removeprefix("without ")
     record(benchmark, without.run, suite="pass", contender=name, others=others, **facts)

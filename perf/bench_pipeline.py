@@ -12,9 +12,25 @@ import pytest
 
 from perf import cases, peers
 from perf.measure import record
+from perf.shapes import LADDERS, MASKS, RECIPES
+
+OURS = (*cases.BACKENDS, "floor")
+PEERED = ("token_gae", "turn_gae_gvpo")  # on the small ladder; on the others every recipe has its peers
 
 
-@pytest.mark.parametrize("contender", [*cases.BACKENDS, "floor", *peers.NAMES])
+def contenders(ladder: str) -> list[tuple[cases.Case, str]]:
+    """Every recipe on every shape, and the first of them under every mask; on the small ladder, where compiling is most
+    of the time, the others on its largest shape alone, and no other mask."""
+    first, small = next(iter(RECIPES)), ladder == "small"
+    return [
+        (cases.Case(recipe, shape, mask), contender)
+        for recipe in RECIPES
+        for shape in (LADDERS[ladder][-1:] if small and recipe != first else LADDERS[ladder])
+        for mask in (MASKS if recipe == first and not small else MASKS[:1])
+        for contender in (OURS if small and recipe not in PEERED else (*OURS, *peers.NAMES))
+    ]
+
+
 def test_pipeline(benchmark: Any, case: cases.Case, contender: str, threads: int) -> None:
     benchmark.group = str(case)
     try:

@@ -1,4 +1,7 @@
-"""Options of the benchmarks (--ladder, --threads), pinned threads, and the stamp that goes into their JSON."""
+"""Options of the benchmarks (--ladder, --threads), pinned threads, and the stamp that goes into their JSON.
+
+A module with `contenders(ladder)` has its tests run over these pairs, as `case` and `contender`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,7 @@ import pytest
 import torch
 
 from perf import cases
-from perf.shapes import LADDERS, MASKS, RECIPES
-
-FIRST = next(iter(RECIPES))  # what is timed under every mask, but on the small ladder
+from perf.shapes import LADDERS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,14 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`case` runs over recipes, shapes of the ladder and masks."""
     if "case" in metafunc.fixturenames:
-        ladder = metafunc.config.getoption("--ladder")
-        shapes, every_mask = LADDERS[ladder], FIRST if ladder != "small" else None
-        every = [
-            cases.Case(r, s, m) for r in RECIPES for s in shapes for m in MASKS if m == MASKS[0] or r == every_mask
-        ]
-        metafunc.parametrize("case", every, ids=str, scope="module")
+        pairs = metafunc.module.contenders(metafunc.config.getoption("--ladder"))
+        ids = [f"{case}-{contender}" for case, contender in pairs]
+        metafunc.parametrize(("case", "contender"), pairs, ids=ids, scope="module")
 
 
 @pytest.fixture

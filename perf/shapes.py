@@ -66,15 +66,16 @@ RECIPES: dict[str, Recipe] = {
 
 _CRITIC, _PROCESS = ("ref_logp", "values"), ("token_rewards",)
 
-# The other shipped recipes that these batches suit (process_weighted wants process rewards in [0, 1]), and two places
-# where a pass fires.
+# The other shipped recipes, and two places where a pass fires.
 MORE: dict[str, Recipe] = {
+    "default": Recipe(_shipped("default"), ("ref_logp",)),
     "ppo_token_gae": Recipe(_shipped("ppo_token_gae"), _CRITIC),
     "ppo_turn_gae": Recipe(_shipped("ppo_turn_gae"), _CRITIC, turns=8),
     "vapo": Recipe(_shipped("vapo"), ("values",)),
     "reinforce_plus_plus": Recipe(_shipped("reinforce_plus_plus"), ("ref_logp",)),
     **{name: Recipe(_shipped(name), ()) for name in ("dr_grpo", "rloo", "lite_ppo", "opo", "gdpo")},
     **{name: Recipe(_shipped(name), _PROCESS) for name in ("prm_additive", "gvpo", "mopd")},
+    "process_weighted": Recipe(_shipped("process_weighted"), ("token_weights",)),
     "grpo_with_ref": Recipe(_shipped("grpo"), ("ref_logp",)),
     "both_norms_by_group": Recipe({**_PPO, "adv_norm": _GROUP_NORM}, _CRITIC),
 }
@@ -150,6 +151,8 @@ def make_batch(
             choice = torch.tensor([0.5, 0.0, -0.2])
             per_block = choice[(uniform(rows, int(block_BT.max()) + 1) * 3).long()]
             batch[name] = torch.where(generated_BT, per_block.gather(1, block_BT), 0.0)
+        elif name == "token_weights":  # process rewards in [0, 1]
+            batch["token_rewards"] = torch.where(generated_BT, uniform(rows, tokens), 0.0)
         else:
             raise ValueError(f"no channel {name!r}")
 
