@@ -46,6 +46,7 @@ test-triton: .venv/triton/installed
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 test-long: $(STAMP)

@@ -1,6 +1,6 @@
 """Takes the JSON of a run; gives what `dashboard --fail-on-regression` reads of it, small enough to commit.
 
-    python -m perf.baseline perf/results/bench.json perf/baselines/cpu-small.json
+python -m perf.baseline perf/results/bench.json perf/baselines/cpu-small.json
 """
 
 from __future__ import annotations

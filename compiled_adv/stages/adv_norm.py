@@ -56,9 +56,7 @@ class AdvantageScale(Stage):
 
     norm: Norm
 
-    def forward(
-        self, n_B, group_B, group_n_B, group_mean_B, group_m2_B, batch_n, batch_mean, batch_m2, single_B
-    ):
+    def forward(self, n_B, group_B, group_n_B, group_mean_B, group_m2_B, batch_n, batch_mean, batch_m2, single_B):
         norm = self.norm
         group = None if group_n_B is None else Moments(group_n_B, group_mean_B, group_m2_B)
         batch = None if batch_n is None else Moments(batch_n, batch_mean, batch_m2)

@@ -22,9 +22,7 @@ unless_torch_compares_state = pytest.mark.skipif(
     not hasattr(torch.compiler, "skip_all_guards_unsafe"), reason="this torch guards the state of the process"
 )
 OF_THE_PROCESS = ("float64 by default",)
-STATES = [
-    pytest.param(name, marks=unless_torch_compares_state if name in OF_THE_PROCESS else ()) for name in FLAVOURS
-]
+STATES = [pytest.param(name, marks=unless_torch_compares_state if name in OF_THE_PROCESS else ()) for name in FLAVOURS]
 
 
 @pytest.fixture
