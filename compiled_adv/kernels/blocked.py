@@ -75,7 +75,8 @@ Packing = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 def _pack_many(steps_BT: Tensor, count_B1: Tensor, most: int) -> Packing:
     """[B,T] -> the entries of its steps [B,most+1], zeros behind them; and back: to each column the next step's."""
-    entry_BT = steps_BT.cumsum(1) - steps_BT  # steps before the column
+    counted = F32 if steps_BT.device.type == "cpu" else torch.int64  # a GPU may refuse floats
+    entry_BT = steps_BT.cumsum(1, dtype=counted) - steps_BT  # steps before the column
     packed_BT = torch.lerp(count_B1.new_full((1, 1), most + 1), entry_BT, steps_BT).to(torch.int64)
     entry_BT = entry_BT.to(torch.int64)
 
@@ -111,7 +112,7 @@ def _scan(rewards_BN: Tensor, values_BN: Tensor | None, discount: float, factor:
     """
     rows, width = rewards_BN.shape
     power_K, weight_KK, tame = _powers(factor, rewards_BN.device)
-    near = F32 if tame else F64
+    near = F32 if tame and rewards_BN.device.type == "cpu" else F64  # a GPU may multiply float32 matrices in TF32
     rewards_BJK = _blocks(rewards_BN)
     head_BJ = _sums(rewards_BJK, power_K[..., :-1])
     delta_BJK = rewards_BJK.to(near, copy=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_adv.kernels import blocked, build, cpu
 
@@ -385,3 +386,36 @@ def test_the_cache_folder_follows_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("COMPILED_ADV_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     assert build.default_folder() == Path(os.environ["XDG_CACHE_HOME"]) / "compiled_adv"
+
+
+# ---- on a GPU, for which torch's device without numbers stands here ----
+
+
+class Seen(TorchDispatchMode):
+    """The dtypes that operators gave, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.dtypes.setdefault(operator.__name__.split(".")[0], set()).add(result.dtype)
+        return result
+
+
+def test_no_float32_matrices_are_multiplied_on_a_gpu(monkeypatch):
+    """A trainer may have allowed TF32, which keeps ten bits."""
+    powers = blocked._made_powers(torch.full((2, 1), 0.9, dtype=torch.float64))
+    monkeypatch.setattr(blocked, "_powers", lambda *_: (*(x.to("meta") for x in powers[:2]), True))
+    with Seen() as seen:
+        blocked._scan(*torch.empty(2, 2, 70, device="meta"), 0.99, torch.empty(2, dtype=torch.float64, device="meta"))
+    assert seen.dtypes["bmm"] == {torch.float64}
+
+
+def test_no_floats_are_summed_along_a_row_on_a_gpu():
+    """torch.use_deterministic_algorithms(True) refuses that."""
+    with Seen() as seen:
+        blocked._pack_many(torch.empty(2, 70, device="meta"), torch.empty(2, 1, device="meta"), 60)
+    assert seen.dtypes["cumsum"] == {torch.int64}
