@@ -33,9 +33,13 @@ class Ranks:
         self.size, self.rank = group.size(), group.rank()
         self.names = dist.get_process_group_ranks(group)  # not asked for later: a destroyed group still meets, unnamed
         # By the group alone, so that all ranks agree even where one has no batch to look at.
-        on_cpu = dist.get_backend(group) in ("gloo", "mpi") or not torch.cuda.is_available()
-        self.device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self._on_cpu = dist.get_backend(group) in ("gloo", "mpi") or not torch.cuda.is_available()
         self._lock = threading.Lock()
+
+    @property
+    def device(self) -> torch.device:
+        """Where what ranks exchange lies; asked for at each call, since set_device may come after build."""
+        return torch.device("cpu") if self._on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     @contextmanager
     def meeting(self) -> Iterator["Meeting"]:

@@ -4,6 +4,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,3 +72,16 @@ def test_each_rank_is_told_with_its_own_error_and_one_without_words_with_none(mo
     with pytest.raises(RankFailed) as raised:
         Meeting(ranks)._stop_if([False, True, True])
     assert raised.value.found == "rank 12: no rows"
+
+
+def test_ranks_meet_on_the_device_that_is_current_when_they_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        ranks = Ranks(dist.group.WORLD, [])
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        assert ranks.device == torch.device("cuda", 3)
+    finally:
+        dist.destroy_process_group()
