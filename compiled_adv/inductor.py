@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -107,6 +108,7 @@ def compile_graph(
     def run(*channels: Tensor) -> tuple[Tensor, ...]:
         return module(*channels)
 
+    _keep_device_guard()
     compiled = torch.compile(
         _with_own_code(run),
         fullgraph=True,
@@ -125,6 +127,24 @@ def compile_graph(
                     raise
                 states = 0
         return _watched(compiled) if watch else _direct(compiled, example)
+
+
+@cache
+def _keep_device_guard() -> None:
+    """A CUDA build of torch without a GPU stands a guard in when it first traces, in memory of the thread that traced
+    (seen in 2.11), and crashes once that thread has ended: so one that stays asks first."""
+    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if ensure is None or torch.version.cuda is None or torch.cuda.is_available():
+        return
+    asked = threading.Event()
+
+    def ask() -> None:
+        ensure()
+        asked.set()
+        threading.Event().wait()
+
+    threading.Thread(target=ask, name="device guard", daemon=True).start()
+    asked.wait()
 
 
 def _put_native(graph: fx.GraphModule, replace: dict[Any, Any]) -> None:
