@@ -6,30 +6,16 @@ over rows. Nothing else reads them. What cannot be measured is NaN.
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from compiled_adv import kernels
 from compiled_adv.channel import STATS
 from compiled_adv.stage import Stage
-from compiled_adv.stages.forms import clean
+from compiled_adv.stages.forms import clean, row_moments
 from compiled_adv.stages.kl_rewards import LIMIT, KLRewards
 from compiled_adv.stages.reward_norm import Score, Units
 from compiled_adv.stages.select import fact, select
 
 INF = float("inf")
-
-
-def row_moments(x_BT: Tensor, mask_BT: Tensor, n_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and sum of squared deviations, float64; in a compiled graph of sums that fuse with what writes x, exact but
-    for 1e-12."""
-    if not is_compiling():
-        return kernels.row_moments(x_BT, mask_BT)[1:]
-    # each from the start: what two sums read would be written to memory
-    sum_B = select(mask_BT, x_BT).sum(1, dtype=torch.float64)
-    squares_B = select(mask_BT, x_BT).to(torch.float64).square().sum(1)
-    mean_B = sum_B / n_B.clamp(min=1)
-    m2_B = squares_B - sum_B * mean_B
-    return mean_B, torch.where(m2_B > 1e-12 * squares_B, m2_B, 0.0)
 
 
 class AdvantageSums(Stage):
@@ -122,10 +108,10 @@ class BatchStats(Stage):
             "tokens": n,
             "truncated": (real_B & (it["is_truncated"] > 0)).sum() / rows,
             "padding": 1 - torch.where(real_B, it["lengths"], 0).sum() / (rows * tokens),
-            "advantage/mean": some(mean, n),
+            "advantage/mean": if_any(mean, n),
             "advantage/std": (m2 / n).sqrt(),
-            "advantage/min": some(it["advantage_min"].amin(), n),
-            "advantage/max": some(it["advantage_max"].amax(), n),
+            "advantage/min": if_any(it["advantage_min"].amin(), n),
+            "advantage/max": if_any(it["advantage_max"].amax(), n),
         }
         found |= self.groups(it, real_B)
         for name, x_B in (("reward", it["rewards"].to(torch.float64)), ("response_length", n_B)):
@@ -169,6 +155,6 @@ def whole(n_B: Tensor, mean_B: Tensor, m2_B: Tensor) -> tuple[Tensor, Tensor, Te
     return n, mean, torch.where(m2 > 1e-24 * n * mean.square(), m2, 0.0)
 
 
-def some(x: Tensor, n: Tensor) -> Tensor:
+def if_any(x: Tensor, n: Tensor) -> Tensor:
     """NaN where nothing was counted."""
     return torch.where(n > 0, x, float("nan"))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from compiled_adv import kernels
 from compiled_adv.stages.select import columns, finite, select, shift_left
 
 
@@ -71,6 +72,19 @@ def prefix(words_BW: Tensor) -> tuple[Tensor, Tensor]:
     end_BW = torch.where(words_BW != 0, columns(words_BW) * 4 + set_BW, 0)
     lengths_B = set_BW.sum(1, dtype=torch.int32)
     return lengths_B, (hole_BW.amax(1) != 0) | (end_BW.amax(1) != lengths_B)
+
+
+def row_moments(x_BT: Tensor, mask_BT: Tensor, n_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and sum of squared deviations, float64; in a compiled graph of sums that fuse with what writes x, exact but
+    for 1e-12."""
+    if not is_compiling():
+        return kernels.row_moments(x_BT, mask_BT)[1:]
+    # each from the start: what two sums read would be written to memory
+    sum_B = select(mask_BT, x_BT).sum(1, dtype=torch.float64)
+    squares_B = select(mask_BT, x_BT).to(torch.float64).square().sum(1)
+    mean_B = sum_B / n_B.clamp(min=1)
+    m2_B = squares_B - sum_B * mean_B
+    return mean_B, torch.where(m2_B > 1e-12 * squares_B, m2_B, 0.0)
 
 
 def some(violations_BT: Tensor) -> Tensor:

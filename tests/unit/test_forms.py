@@ -77,6 +77,14 @@ def test_a_hole_within_a_word_or_between_words_is_seen():
     )
 
 
+def test_moments_are_those_of_the_active_entries():
+    x = torch.tensor([[1.0, NAN, 3.0], [7.0, 7.0, 7.0], [INF, 1.0, 2.0]])
+    mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    mean, m2 = forms.row_moments(x, mask, mask.sum(1).to(torch.float64))
+    equal(mean, [2, 7, 0])
+    equal(m2, [2, 0, 0])
+
+
 def test_a_row_with_a_violation_is_flagged_whatever_its_size():
     equal(forms.some(torch.tensor([[0.0, 0.0], [0.0, 1e-30], [NAN, 0.0], [0.0, INF]])), [0, 1, 1, 1])
 
