@@ -6,6 +6,8 @@ one bucket: channels are padded in, outputs cropped out, and a user's function b
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from types import MappingProxyType
 
 import torch
@@ -264,11 +266,9 @@ def _raised(segment: Segment, bits: Tensor | None, admitted: Admitted) -> Flags:
     words = bits.tolist()[: admitted.rows]
     if not any(words):
         return {}
-    found: Flags = {}
-    for i, flag in enumerate(segment.flags):
-        if raised := [row for row, word in enumerate(words) if word >> i & 1]:
-            found = merge(found, {flag_name(flag): raised})
-    return found
+    any_row = reduce(or_, words)
+    raised = (i for i in range(len(segment.flags)) if any_row >> i & 1)
+    return merge(*({flag_name(segment.flags[i]): [r for r, word in enumerate(words) if word >> i & 1]} for i in raised))
 
 
 def copy(x: Tensor) -> Tensor:
