@@ -5,12 +5,14 @@ runs anywhere; the compiled backend puts the device's own form (NATIVE) in its p
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from compiled_adv.kernels import blocked
+
+Plain = TypeVar("Plain", bound=Callable[..., Any])
 
 SCHEMAS = {
     "backward_recurrence": "(Tensor rewards, Tensor? values, Tensor steps, Tensor bootstrap, float discount, "
@@ -101,42 +103,17 @@ def native(device: torch.device) -> dict[Any, Any]:
     return {}
 
 
-def backward_recurrence(
-    rewards_BT: Tensor,
-    values_BT: Tensor | None,
-    steps_BT: Tensor,
-    bootstrap_B: Tensor,
-    discount: float,
-    lambda_B: Tensor,
-    end: Tensor | None,
-    with_next: bool,
-) -> tuple[Tensor, Tensor]:
-    """See blocked.backward_recurrence."""
-    return torch.ops.compiled_adv.backward_recurrence(
-        rewards_BT, values_BT, steps_BT, bootstrap_B, discount, lambda_B, end, with_next
-    )
+def _operator(plain: Plain) -> Plain:
+    """The operator, taking and giving what its plain form does."""
+    return cast(Plain, getattr(torch.ops.compiled_adv, plain.__name__))
 
 
-def row_moments(x_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See blocked.row_moments."""
-    return torch.ops.compiled_adv.row_moments(x_BT, mask_BT)
-
-
-def merge_moments(n_U: Tensor, mean_U: Tensor, m2_U: Tensor, part_U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See blocked.merge_moments."""
-    return torch.ops.compiled_adv.merge_moments(n_U, mean_U, m2_U, part_U)
-
-
-def turn_totals(
-    rewards_BT: Tensor, values_BT: Tensor | None, turn_ids_BT: Tensor, mask_BT: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See blocked.turn_totals."""
-    return torch.ops.compiled_adv.turn_totals(rewards_BT, values_BT, turn_ids_BT, mask_BT)
-
-
-def turn_counts(turn_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """See blocked.turn_counts."""
-    return torch.ops.compiled_adv.turn_counts(turn_ids_BT, mask_BT)
+backward_recurrence = _operator(blocked.backward_recurrence)
+row_moments = _operator(blocked.row_moments)
+merge_moments = _operator(blocked.merge_moments)
+turn_totals = _operator(blocked.turn_totals)
+turn_counts = _operator(blocked.turn_counts)
+discounted_sum = _operator(blocked.discounted_sum)
 
 
 def turn_recurrence(
@@ -154,8 +131,3 @@ def turn_recurrence(
     if rewards_BT.device.type == "cpu":
         return torch.ops.compiled_adv.turn_recurrence(*args)
     return blocked.turn_recurrence(*args, turn_totals, turn_counts, backward_recurrence)
-
-
-def discounted_sum(x: Tensor, factor: Tensor) -> Tensor:
-    """See blocked.discounted_sum."""
-    return torch.ops.compiled_adv.discounted_sum(x, factor)
