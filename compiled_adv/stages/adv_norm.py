@@ -6,7 +6,7 @@ from compiled_adv import kernels
 from compiled_adv.spec import Norm
 from compiled_adv.stage import Stage
 from compiled_adv.stages.select import select
-from compiled_adv.stages.statistics import Moments, centre, scale
+from compiled_adv.stages.statistics import LEVELS, centre, levels, scale
 
 
 class AdvantageMoments(Stage):
@@ -41,33 +41,21 @@ class AdvantageScale(Stage):
 
     slot = "actor.adv_norm"
     mixes_rows = True
-    reads = (
-        "unit_n",
-        "unit_groups",
-        "group_n?",
-        "group_mean?",
-        "group_m2?",
-        "batch_n?",
-        "batch_mean?",
-        "batch_m2?",
-        "single?",
-    )
+    reads = ("unit_n", "unit_groups", *LEVELS)
     writes = ("adv_centre", "adv_factor", "adv_active")
 
     norm: Norm
 
-    def forward(self, n_B, group_B, group_n_B, group_mean_B, group_m2_B, batch_n, batch_mean, batch_m2, single_B):
+    def forward(self, n_B, group_B, *read):
         norm = self.norm
-        group = None if group_n_B is None else Moments(group_n_B, group_mean_B, group_m2_B)
-        batch = None if batch_n is None else Moments(batch_n, batch_mean, batch_m2)
-        single_B = torch.zeros_like(n_B, dtype=torch.bool) if single_B is None else single_B
+        group, batch, single_B = levels(n_B, *read)
         itself_B = single_B if norm.mean_level == "group" else torch.zeros_like(single_B)
         mean_B, spread_B = centre(norm, group, batch, itself_B)
         divisor_B = scale(norm, mean_B, spread_B, group, batch, group_B >= 0, single_B)
         factor_B = spread_B / divisor_B
         # Beyond float32 it would make a NaN of what has no spread; a divisor of 0 is to do so.
         factor_B = torch.where(divisor_B == 0, factor_B, factor_B.clamp(max=torch.finfo(torch.float32).max))
-        active = (n_B.sum() if batch_n is None else batch_n) > 0
+        active = (n_B.sum() if batch is None else batch.n) > 0
         factor_B = torch.where(active, factor_B, 1.0)
         return mean_B.expand(n_B.shape), factor_B.expand(n_B.shape), active
 

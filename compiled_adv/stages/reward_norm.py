@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_adv.spec import Norm
 from compiled_adv.stage import Stage
 from compiled_adv.stages.select import fact
-from compiled_adv.stages.statistics import Moments, centre, scale
+from compiled_adv.stages.statistics import LEVELS, centre, levels, scale
 
 
 class Score(Stage):
@@ -106,51 +106,18 @@ class RewardNorm(Stage):
 
     slot = "actor.reward_norm"
     mixes_rows = True
-    reads = (
-        "scores",
-        "unit_n",
-        "unit_mean",
-        "unit_groups",
-        "group_n?",
-        "group_mean?",
-        "group_m2?",
-        "batch_n?",
-        "batch_mean?",
-        "batch_m2?",
-        "single?",
-        "member_of_row",
-        "is_truncated",
-        "facts",
-    )
+    reads = ("scores", "unit_n", "unit_mean", "unit_groups", "member_of_row", "is_truncated", "facts", *LEVELS)
     writes = ("scores",)
     flags = ("zero_spread_groups", "loo_alone", "discarded_rows_counted")
 
     norm: Norm
     mask_no_eos: bool
 
-    def forward(
-        self,
-        scores_B,
-        n_U,
-        score_U,
-        group_U,
-        group_n_U,
-        group_mean_U,
-        group_m2_U,
-        batch_n,
-        batch_mean,
-        batch_m2,
-        single_U,
-        member_of_row_B,
-        is_truncated_B,
-        facts,
-    ):
+    def forward(self, scores_B, n_U, score_U, group_U, member_of_row_B, is_truncated_B, facts, *read):
         norm = self.norm
-        group = None if group_n_U is None else Moments(group_n_U, group_mean_U, group_m2_U)
-        batch = None if batch_n is None else Moments(batch_n, batch_mean, batch_m2)
-        single_U = torch.zeros_like(n_U, dtype=torch.bool) if single_U is None else single_U
+        group, batch, single_U = levels(n_U, *read)
         lone = norm.mean_leave1out and norm.mean_level == "batch"
-        lone_U = (n_U > 0) & (batch_n == 1) if lone else torch.zeros_like(single_U)
+        lone_U = (n_U > 0) & (batch.n == 1) if lone else torch.zeros_like(single_U)
         itself_U = single_U if norm.mean_level == "group" else self.on_itself(lone_U)
         mean_U, spread_U = centre(norm, group, batch, itself_U)
         divisor_U = scale(norm, mean_U, spread_U, group, batch, group_U >= 0, single_U)

@@ -58,6 +58,26 @@ class BatchMoments(Stage):
         return tuple(x_U[0] for x_U in kernels.merge_moments(n_U, mean_U, m2_U, whole_U))
 
 
+# What a norm block reads of them, as `levels` takes it.
+LEVELS = (*(f"{name}?" for name in GroupMoments.writes + BatchMoments.writes), "single?")
+
+
+def levels(
+    n_U: Tensor,
+    group_n: Tensor | None,
+    group_mean: Tensor,
+    group_m2: Tensor,
+    batch_n: Tensor | None,
+    batch_mean: Tensor,
+    batch_m2: Tensor,
+    single_U: Tensor | None,
+) -> tuple[Moments | None, Moments | None, Tensor]:
+    """Moments of each unit's group and of the batch, each if the block needs it, and units of one-member groups."""
+    group = None if group_n is None else Moments(group_n, group_mean, group_m2)
+    batch = None if batch_n is None else Moments(batch_n, batch_mean, batch_m2)
+    return group, batch, torch.zeros_like(n_U, dtype=torch.bool) if single_U is None else single_U
+
+
 class AcrossRanks(Stage):
     """The batch moments of a norm block over all ranks: count, mean and sum of squared deviations in one collective.
 

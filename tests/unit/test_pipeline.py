@@ -23,6 +23,7 @@ from compiled_adv.stages.plugin import EstimatorPlugin, LambdaPlugin, OutcomePlu
 from compiled_adv.stages.process_adv_shaping import GVPO, Additive, ProcessWeighted
 from compiled_adv.stages.process_rewards import DirectRewards, FoldedRewards
 from compiled_adv.stages.reward_norm import RewardNorm, RowGroups, SameRawRewards, Score, Units
+from compiled_adv.stages.statistics import LEVELS, levels
 from compiled_adv.stages.strict import STRICT
 from tests.unit.wiring import (
     DOUBLE,
@@ -353,6 +354,9 @@ def test_forward_takes_one_argument_for_each_read(kind):
         return
     if all(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):  # a check passes them on
         parameters = [*inspect.signature(kind.violations).parameters.values()][1:]
+    if parameters[-1].kind is inspect.Parameter.VAR_POSITIONAL:  # a norm block passes the last of them on
+        assert kind.reads[-len(LEVELS) :] == LEVELS
+        parameters[-1:] = [*inspect.signature(levels).parameters.values()][1:]
     assert len(parameters) == len(kind.reads)
 
 
