@@ -24,6 +24,7 @@ from compiled_adv.cache import Cache
 from compiled_adv.channel import OPTIONAL, OUTPUTS
 from compiled_adv.cudagraph import NotGraphed, is_cuda
 from compiled_adv.distributed import Meeting, ranks_of
+from compiled_adv.equality import unequal
 from compiled_adv.errors import (
     BuildFailed,
     CompileFailed,
@@ -475,8 +476,8 @@ def compare(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     for name, want in expected.items():
         if name == "stats":  # a count may turn on rounding
             continue
-        want, have = want.to(torch.float64), got[name].to(torch.float64)
-        wrong = ~((have - want).abs() <= 1e-5 * (1 + want.abs()))  # a NaN is wrong too
+        have = got[name]
+        wrong = unequal(have, want)
         if int(wrong.sum()) > want.numel() // 1_000_000:
             at = wrong.nonzero()[0].tolist()
             where = f"channel {name}, row {at[0]}" + (f", column {at[1]}" if len(at) > 1 else "")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from compiled_adv.advantage import OutcomeResult, OutcomeRewardInputs
+from compiled_adv.equality import unequal
 from compiled_adv.errors import AdvantageWarning, CompiledAdvError, FileError
 
 TOLERANCE = 1e-4
@@ -163,8 +164,8 @@ def _differences(key: str, got: Mapping[str, Any], array: Mapping[str, Any]) -> 
     if actual.shape != expected.shape:
         yield f"{key} has shape {list(actual.shape)}, should be {list(expected.shape)}"
         return
-    want, have = expected.to(torch.float64), actual.detach().to("cpu", torch.float64)
-    wrong = ~((have - want).abs() <= TOLERANCE * (1 + want.abs()))  # a NaN is wrong too
+    have, want = (x.detach().to("cpu", torch.float64) for x in (actual, expected))
+    wrong = unequal(have, want, TOLERANCE)
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
         yield f"{key}{list(at)} is {have[at].item():.7g}, should be {want[at].item():.7g} ({int(wrong.sum())} wrong)"

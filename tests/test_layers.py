@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # Each room in the order of the arrow. A new file gets its place here.
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("errors", "scalars", "memory", "files", "page", "chart", "picture"),
+    ("errors", "scalars", "equality", "memory", "files", "page", "chart", "picture"),
     ("kernels",),
     ("config_file", "batch", "channel", "stage", "cache", "advantage_algorithms"),
     ("spec", "advantage"),  # parse, and the contracts
