@@ -118,6 +118,6 @@ def crop(x: Tensor, rows: int, tokens: int, bucket: Bucket) -> Tensor:
     return x[tuple(slice(size) for size in shape)]
 
 
-def boundaries(values: Iterable[int]) -> tuple[int, ...]:
-    """Declared boundaries, ascending and without repeats."""
+def ascending(values: Iterable[int]) -> tuple[int, ...]:
+    """Declared boundaries in order and without repeats."""
     return tuple(sorted(set(values)))

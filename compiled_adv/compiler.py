@@ -19,7 +19,7 @@ from torch import Tensor
 from compiled_adv import reference
 from compiled_adv.admit import Admission, Admitted, legal_modes, mask_as, read_keys
 from compiled_adv.batch import as_meta, concat_batch, split_batch
-from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, boundaries, rungs
+from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, ascending, rungs
 from compiled_adv.cache import Cache
 from compiled_adv.channel import OPTIONAL, OUTPUTS
 from compiled_adv.cudagraph import NotGraphed, is_cuda
@@ -452,7 +452,7 @@ def ladder(spec: Spec) -> Ladder:
     """The declared buckets."""
     settings = spec.advantage.compiled
     if (declared := settings.buckets) is not None:
-        return Ladder(boundaries(declared.rows), boundaries(declared.tokens), settings.overflow)
+        return Ladder(ascending(declared.rows), ascending(declared.tokens), settings.overflow)
     rows = rungs(1, settings.max_rows) if settings.max_rows else None
     tokens = rungs(LEAST_TOKENS, settings.max_tokens) if settings.max_tokens else None
     return Ladder(rows, tokens, settings.overflow)

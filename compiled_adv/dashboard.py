@@ -92,7 +92,7 @@ class Run:
 
 def short(text: object) -> str:
     """A text that came from a file."""
-    return page.shown(text, LONGEST)
+    return page.visible(text, LONGEST)
 
 
 def read_run(path: Path) -> Run:

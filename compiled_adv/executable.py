@@ -26,7 +26,7 @@ from compiled_adv.program import Program, Segment, StageModule
 from compiled_adv.stage import Stage
 from compiled_adv.stages.plugin import Traced
 from compiled_adv.stages.statistics import AcrossRanks
-from compiled_adv.status import merge, raise_errors
+from compiled_adv.status import raise_errors, union
 
 BLOCK = 1 << 18  # tokens of the rows that run at once, for each thread
 WHOLE = {name for name, channel in INPUTS.items() if channel.dims == "S"}  # not one entry for each row
@@ -136,7 +136,7 @@ def _run(
             else:
                 *results, bits = step(inputs)
             if raised := _raised(segment, bits, admitted):
-                flags = merge(flags, raised)
+                flags = union(flags, raised)
             if "invalid" in flags:  # first: an error with a name of its own may be but a part of what is wrong
                 return {}, flags
             if segment.closes and flags:
@@ -268,7 +268,7 @@ def _raised(segment: Segment, bits: Tensor | None, admitted: Admitted) -> Flags:
         return {}
     any_row = reduce(or_, words)
     raised = (i for i in range(len(segment.flags)) if any_row >> i & 1)
-    return merge(*({flag_name(segment.flags[i]): [r for r, word in enumerate(words) if word >> i & 1]} for i in raised))
+    return union(*({flag_name(segment.flags[i]): [r for r, word in enumerate(words) if word >> i & 1]} for i in raised))
 
 
 def copy(x: Tensor) -> Tensor:

@@ -128,15 +128,15 @@ def _nav(sections: Sequence[Section], filters: Mapping[str, Sequence[str]]) -> s
 
 def escape(text: object, most: int = LONGEST) -> Markup:
     """Text that stays text, in an element or a quoted attribute: cut short, and what cannot be seen by its number."""
-    return Markup(html.escape(shown(text, most)))
+    return Markup(html.escape(visible(text, most)))
 
 
 def label(text: object, most: int = 160) -> str:
     """Text of others as plotly is to show it: it reads tags, and a template's %{}."""
-    return html.escape(shown(text, most), quote=False).replace("%", "&#37;").replace("@", "&#64;")
+    return html.escape(visible(text, most), quote=False).replace("%", "&#37;").replace("@", "&#64;")
 
 
-def shown(text: object, most: int = LONGEST) -> str:
+def visible(text: object, most: int = LONGEST) -> str:
     """At most so many characters; controls, direction marks and halves of surrogate pairs as \\u escapes."""
     text = str(text)
     text = text if len(text) <= most else text[: most - 1] + "…"

@@ -12,7 +12,7 @@ from typing import Any
 
 import networkx as nx
 
-from compiled_adv.page import SERIES, Markup, escape, shown
+from compiled_adv.page import SERIES, Markup, escape, visible
 
 LINE, PAD, LETTER = 15, 7, 7.7  # pixels: of a line of text, around the lines, of a letter's width
 GAP, LANE, BETWEEN = 14, 12, 30  # between stages of a layer, for a line that passes between them, between layers
@@ -87,7 +87,7 @@ def _box(stage: Mapping[str, Any], by: str, colours: Mapping[str, str], function
 
 
 def _short(text: str) -> str:
-    return shown(text, LONGEST)
+    return visible(text, LONGEST)
 
 
 def _rows(words: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ from compiled_adv.inductor import Captured, NotCaptured, capture, compile_any_sh
 from compiled_adv.pipeline import FLAG, Node, Pipeline
 from compiled_adv.plugins import ProgramData, ProgramMeta, is_pad_safe, prompts_of
 from compiled_adv.resolve import Place, Plugin
-from compiled_adv.stages.plugin import COMPUTED, ComputePlugin, LambdaPlugin, OutcomePlugin, PluginStage, Traced, place
+from compiled_adv.stages.plugin import COMPUTED, ComputePlugin, LambdaPlugin, OutcomePlugin, PluginStage, Traced, origin
 
 # Two small batches: a graph that is another one for the second grows with the batch.
 SMALL = ((8, 16), (16, 24))
@@ -415,7 +415,7 @@ class Placing:
             if different := _difference(padded, expected):
                 what = "a function declared pad-safe gives another result for a padded batch"
                 hint = "drop @compiled_adv.pad_safe, or read the masks: padding is zeros, masks are 0"
-                raise PadUnsafe(what, at=f"{place(stage.plugin)} ({found.place.line})", found=different, hint=hint)
+                raise PadUnsafe(what, at=f"{origin(stage.plugin)} ({found.place.line})", found=different, hint=hint)
         elif found.exact is not None and (compiled := found.exact(inputs)) is not None:
             if different := _difference(stage.parts(compiled), expected):
                 found.exact.give_up(form, NotCaptured(f"compiled, it gives another result: {different}"))
@@ -450,7 +450,7 @@ def check_required(plugins: Iterable[Plugin | None]) -> None:
 
 def _splits(plugin: Plugin, found: Place) -> PluginSplits:
     what = "a function splits the Program, which plugins: require forbids"
-    where = f"{place(plugin)} ({found.line})"
+    where = f"{origin(plugin)} ({found.line})"
     return PluginSplits(what, at=where, found=found.why, hint=found.hint or "plugins: auto")
 
 

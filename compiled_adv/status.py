@@ -144,7 +144,7 @@ def _callers_level() -> int:
     return level
 
 
-def merge(*parts: Mapping[str, Any]) -> dict[str, list[int]]:
+def union(*parts: Mapping[str, Any]) -> dict[str, list[int]]:
     """Flags of several sources as one: the union of the rows of each name."""
     rows: dict[str, set[int]] = {}
     for part in parts:

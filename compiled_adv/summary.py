@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Moments:
+class ChannelNumbers:
     """One output channel over the active tokens, or over the rows; None where there are none."""
 
     over: str
@@ -36,7 +36,7 @@ class Summary:
     active_tokens: int
     groups: int
     seconds: float
-    channels: dict[str, Moments]
+    channels: dict[str, ChannelNumbers]
     warnings: dict[str, int]  # name -> number of rows
 
     @property
@@ -66,7 +66,7 @@ def summarise(
         active_tokens=int(active_BT.sum()),
         groups=groups,
         seconds=seconds,
-        channels={key: _moments(out[key], active_BT) for key in computed},
+        channels={key: _numbers(out[key], active_BT) for key in computed},
         warnings={warning: len(rows) for warning, rows in warnings.items()},
     )
 
@@ -89,27 +89,27 @@ def together(parts: Sequence[Summary]) -> Summary:
     )
 
 
-def _merged(parts: Sequence[tuple[Summary, Moments]]) -> Moments:
-    """Moments of one channel over all parts."""
+def _merged(parts: Sequence[tuple[Summary, ChannelNumbers]]) -> ChannelNumbers:
+    """Numbers of one channel over all parts."""
     over = parts[0][1].over
     known = [(part.active_tokens if over == "tokens" else part.rows, m) for part, m in parts if m.mean is not None]
     if not known:
-        return Moments(over, None, None, None, None)
+        return ChannelNumbers(over, None, None, None, None)
     n_P = torch.tensor([n for n, _ in known], dtype=torch.float64)
     mean_P, std_P, min_P, max_P = torch.tensor([(m.mean, m.std, m.min, m.max) for _, m in known], dtype=torch.float64).T
     mean = (n_P * mean_P).sum() / n_P.sum()
     std = ((n_P * (std_P**2 + (mean_P - mean) ** 2)).sum() / n_P.sum()).sqrt()
-    return Moments(over, *(float(x) for x in (mean, std, min_P.min(), max_P.max())))
+    return ChannelNumbers(over, *(float(x) for x in (mean, std, min_P.min(), max_P.max())))
 
 
-def _moments(channel: Tensor, active_BT: Tensor) -> Moments:
+def _numbers(channel: Tensor, active_BT: Tensor) -> ChannelNumbers:
     per_token = channel.shape == active_BT.shape
     numbers = (channel[active_BT] if per_token else channel).to(torch.float64)
     over = "tokens" if per_token else "rows"
     if not numbers.numel():
-        return Moments(over, None, None, None, None)
+        return ChannelNumbers(over, None, None, None, None)
     std = numbers.std(correction=0)  # of these numbers themselves: one alone has none
-    return Moments(over, *(float(x) for x in (numbers.mean(), std, numbers.min(), numbers.max())))
+    return ChannelNumbers(over, *(float(x) for x in (numbers.mean(), std, numbers.min(), numbers.max())))
 
 
 def result_table(summary: Summary) -> RenderableType:

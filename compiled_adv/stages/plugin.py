@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from compiled_adv.admit import Admitted
 
 
-def place(plugin: Plugin) -> str:
+def origin(plugin: Plugin) -> str:
     """Where the config names this function."""
     return f"{plugin.at} = {plugin.path}"
 
@@ -54,14 +54,14 @@ def call(plugin: Plugin, inputs: Any) -> Any:
     except CompiledAdvError:
         raise
     except Exception as error:
-        at, found = place(plugin), f"{type(error).__name__}: {error}"
+        at, found = origin(plugin), f"{type(error).__name__}: {error}"
         raise PluginRaised("the function raised", at=at, found=found) from error
     for name, given, held in _tensors(inputs, handed):
         if not _same(given, held):
             hint = "return new tensors; clone before writing"
-            raise PluginWroteInput(f"the function wrote to its input '{name}'", at=place(plugin), hint=hint)
+            raise PluginWroteInput(f"the function wrote to its input '{name}'", at=origin(plugin), hint=hint)
     if getattr(inputs, "meta", None) != getattr(handed, "meta", None):
-        raise PluginWroteInput("the function wrote to its input 'meta'", at=place(plugin), hint="copy it first")
+        raise PluginWroteInput("the function wrote to its input 'meta'", at=origin(plugin), hint="copy it first")
     return result
 
 
@@ -80,12 +80,12 @@ def call_outcome(
     if references is None:
         if references_required:
             what = "reward normalisation uses explicit references and shaping is custom: shaped references are needed"
-            raise MissingReferences(what, at=place(plugin), hint=f"normalization_rewards of shape [{n_members}]")
+            raise MissingReferences(what, at=origin(plugin), hint=f"normalization_rewards of shape [{n_members}]")
         return OutcomeResult(rewards_B)
     if n_members is None:
         hint = "batch and metadata from concat_batch, with rollout_group in each prompt"
         what = "normalization_rewards needs complete metadata with logical rollouts"
-        raise PluginResult(what, at=place(plugin), hint=hint)
+        raise PluginResult(what, at=origin(plugin), hint=hint)
     shape = torch.Size([n_members])
     return OutcomeResult(rewards_B, _checked(plugin, "normalization_rewards", references, shape, given_B.device))
 
@@ -116,10 +116,10 @@ def call_compute(plugin: Plugin, inputs: AdvantageInputs, *, decoupled: bool) ->
     extras = getattr(result, "extras", None)
     extras = {} if extras is None else extras
     if not isinstance(extras, Mapping):
-        raise PluginResult("extras must be a mapping", at=place(plugin), found=type(extras).__name__)
+        raise PluginResult("extras must be a mapping", at=origin(plugin), found=type(extras).__name__)
     for name, x in extras.items():
         if name not in EXTRAS:
-            raise PluginResult(f"extras may not hold '{name}'", at=place(plugin), hint=f"only {', '.join(EXTRAS)}")
+            raise PluginResult(f"extras may not hold '{name}'", at=origin(plugin), hint=f"only {', '.join(EXTRAS)}")
         mask_like = name in ("input_token_loss_mask", "is_truncated")
         shape = rows if name == "is_truncated" else mask.shape
         out[name] = _checked(plugin, f"extras.{name}", x, shape, device, floating=not mask_like)
@@ -128,7 +128,7 @@ def call_compute(plugin: Plugin, inputs: AdvantageInputs, *, decoupled: bool) ->
     if inputs.data.get("mopd_teacher_logp_sum") is not None and "mopd_behavior_logprobs" not in extras:
         hint = "extras={'mopd_behavior_logprobs': the rollout's own aligned log probabilities, ...}"
         what = "a batch with mopd_teacher_logp_sum needs extras.mopd_behavior_logprobs"
-        raise PluginResult(what, at=place(plugin), hint=hint)
+        raise PluginResult(what, at=origin(plugin), hint=hint)
     if not decoupled:
         out.setdefault("prox_logp", out["logprobs"].clone())
     return out
@@ -176,7 +176,7 @@ def _field(plugin: Plugin, result: Any, kind: type, name: str) -> Any:
     """A field of the documented result class, or of one that looks like it."""
     if not hasattr(result, name) or isinstance(result, (Tensor, Mapping)):
         found = type(result).__name__
-        raise PluginResult(f"the function must return {kind.__name__}(..., {name}=...)", at=place(plugin), found=found)
+        raise PluginResult(f"the function must return {kind.__name__}(..., {name}=...)", at=origin(plugin), found=found)
     return getattr(result, name)
 
 
@@ -184,7 +184,7 @@ def _checked(
     plugin: Plugin, name: str, x: Any, shape: torch.Size, device: torch.device, *, floating: bool = True
 ) -> Tensor:
     """x as a new contiguous tensor without grad, float32 (or bool for masks), of that shape, on that device, finite."""
-    at = place(plugin)
+    at = origin(plugin)
     if not isinstance(x, Tensor):
         raise PluginResult(f"'{name}' must be a tensor", at=at, found=type(x).__name__)
     if x.layout != torch.strided or x.is_complex():
@@ -204,7 +204,7 @@ def _checked(
 
 def _binary(plugin: Plugin, name: str, x: Tensor) -> None:
     if not ((x == 0) | (x == 1)).all():
-        raise PluginResult(f"'{name}' must be binary", at=place(plugin), hint="only 0 and 1")
+        raise PluginResult(f"'{name}' must be binary", at=origin(plugin), hint="only 0 and 1")
 
 
 # ---- stages ----
@@ -428,7 +428,7 @@ class Traced(PluginStage):
             at = rows_B if x.ndim == 1 else rows_B[:, None] & (columns(x) < fact(facts, "tokens"))
             return torch.where(at, x, x.new_full((), -1 if name.endswith("turn_ids") else 0))
 
-        own = {name: x if x is None or name in WHOLE else inside(name, x) for name, x in own.items()}
+        own = {name: x if x is None or name in UNPADDED else inside(name, x) for name, x in own.items()}
         prompt_B = None
         if self.largest:
             prompt_B, rest = (rest[0], rest[1:]) if self.meta else (slices(rows_B, self.largest), rest)
@@ -458,7 +458,7 @@ class Traced(PluginStage):
 
 
 # Channels that padding does not follow row by row.
-WHOLE = ("gvpo", "references")
+UNPADDED = ("gvpo", "references")
 
 
 def slices(rows_B: Tensor, size: int) -> Tensor:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compiled_adv
-from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, boundaries, crop, pad_channel, rung, rungs
+from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, ascending, crop, pad_channel, rung, rungs
 from compiled_adv.channel import INPUTS
 from compiled_adv.compiler import ladder
 from compiled_adv.errors import InvalidValue, NoBucket, UnknownKey
@@ -91,7 +91,7 @@ def test_the_rungs_of_rows_and_of_tokens():
 
 
 def test_boundaries_are_in_order_and_without_repeats():
-    assert boundaries([8, 4, 8]) == (4, 8)
+    assert ascending([8, 4, 8]) == (4, 8)
 
 
 # ---- as configured ----

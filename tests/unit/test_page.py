@@ -60,12 +60,12 @@ def test_hostile_text_makes_no_element_and_no_attribute():
 
 
 def test_what_cannot_be_seen_is_shown_by_its_number():
-    assert page.shown("a\u202eb\ud800c\x00d\te") == "a\\u202eb\\ud800c\\u0000d\te"
+    assert page.visible("a\u202eb\ud800c\x00d\te") == "a\\u202eb\\ud800c\\u0000d\te"
     page.page("t", [page.Section(HOSTILE, [])]).encode()  # halves of surrogate pairs would not encode
 
 
 def test_long_text_is_cut():
-    assert len(page.shown("x" * 10_000, 50)) == 50
+    assert len(page.visible("x" * 10_000, 50)) == 50
 
 
 @pytest.mark.parametrize("text", ["<b>bold</b>", "%{x}", "@blue", '<a href="https://example.org">x</a>'])

@@ -10,7 +10,7 @@ import torch
 
 from compiled_adv import reference
 from compiled_adv.errors import AdvantageWarning, BatchError
-from compiled_adv.status import ERRORS, WARNINGS, merge, raise_errors, warn
+from compiled_adv.status import ERRORS, WARNINGS, raise_errors, union, warn
 from tests.contracts.small import Runner, group, meta_of, rows
 from tests.unit.wiring import all_stages
 
@@ -125,11 +125,11 @@ def test_a_name_without_rows_is_dropped():
 
 
 def test_merging_unites_rows_in_order():
-    assert merge({"a": [3, 1]}, {"b": [0]}, {"a": [2, 1]}) == {"a": [1, 2, 3], "b": [0]}
+    assert union({"a": [3, 1]}, {"b": [0]}, {"a": [2, 1]}) == {"a": [1, 2, 3], "b": [0]}
 
 
 def test_merging_nothing_gives_nothing():
-    assert merge() == {} and merge({}, {}) == {}
+    assert union() == {} and union({}, {}) == {}
 
 
 # ---- which of two mistakes is named ----
