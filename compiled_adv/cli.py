@@ -277,7 +277,8 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Say what may harm training with a config on these rollouts, worst first, and what to do about it."""
-    from compiled_adv.doctor import Rollouts, diagnose, text
+    from compiled_adv.diagnosis import text
+    from compiled_adv.doctor import Rollouts, diagnose
 
     with _one_message():
         root = EMBEDDED if rollouts is None else rollouts

@@ -30,7 +30,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("show", "summary", "stats", "shadow", "rollouts", "shards"),  # show
     ("compiler",),
     ("__init__",),
-    ("conformance", "report", "dashboard", "tune", "doctor", "idle", "integrations"),
+    ("conformance", "report", "dashboard", "tune", "diagnosis", "doctor", "idle", "integrations"),
     ("cli",),
     ("__main__",),
 )

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from compiled_adv import concat_batch, load_config
-from compiled_adv.doctor import REMEDIES, Diagnosis, Rollouts, diagnose, text, under
+from compiled_adv.diagnosis import Diagnosis, text
+from compiled_adv.doctor import REMEDIES, Rollouts, diagnose, under
 from compiled_adv.errors import CompiledAdvError, MissingKey, NonFinite
 from compiled_adv.pipeline import wire
 from compiled_adv.resolve import resolve_spec
