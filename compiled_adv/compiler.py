@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compiled_adv import reference
 from compiled_adv.admit import Admission, Admitted, legal_modes, mask_as, read_keys
+from compiled_adv.arguments import Rollout, blank_rollout, rollout_of
 from compiled_adv.batch import as_meta, concat_batch, split_batch
 from compiled_adv.bucket import LEAST_TOKENS, Bucket, Ladder, ascending, rungs
 from compiled_adv.cache import Cache
@@ -43,10 +44,7 @@ from compiled_adv.passes import DEFAULT
 from compiled_adv.pipeline import Pipeline, meeting_points, wire
 from compiled_adv.placing import (
     Placing,
-    Rollout,
-    blank_rollout,
     check_required,
-    rollout_of,
     watched,
     whole_computation,
     with_extras,

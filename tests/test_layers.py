@@ -26,7 +26,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("program",),  # lower
     ("bucket", "inductor", "cudagraph", "distributed"),
     ("executable", "reference"),  # compile, run
-    ("placing",),
+    ("arguments", "placing"),
     ("show", "summary", "stats", "shadow", "rollouts", "shards"),  # show
     ("compiler",),
     ("__init__",),

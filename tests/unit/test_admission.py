@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import compiled_adv
+from compiled_adv.arguments import tensors_of
 from compiled_adv.errors import CompiledAdvError
-from compiled_adv.placing import tensors_of
 from tests.unit.wiring import a_batch
 
 ACTOR = {"reward_norm": {"mean_level": "group", "std_level": "group"}, "advantage": {"backend": "eager"}}
