@@ -35,7 +35,7 @@ from compiled_adv.errors import (
     UnknownName,
     suggest,
 )
-from compiled_adv.files import write_whole
+from compiled_adv.files import check_outputs, write_together, write_whole
 from compiled_adv.report import Batch, batch_of
 from compiled_adv.report import report as report_page
 from compiled_adv.rollouts import EMBEDDED, find_rollouts, plan_results, read_groups, write_group
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 RECIPES = f"Recipes, for --config: {', '.join(config_file.recipes())}"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=RECIPES)
+
+MOST_SIZE = (1 << 31) - 1  # rows or tokens of a bucket
 
 ConfigOption = Annotated[str, typer.Option("--config", help="A YAML or JSON file, or the name of a shipped recipe.")]
 BackendOption = Annotated[Backend | None, typer.Option("--backend", help="Instead of the configured one.")]
@@ -88,7 +90,8 @@ def run(
         shares = {folder: shard.part(paths) for folder, paths in find_rollouts(root).items()}
         results = [] if out is None else plan_results(out, root, shares, overwrite=overwrite)
         if report is not None:
-            _may_report(report, shard, overwrite)
+            inputs = [*(path for paths in shares.values() for path in paths), Path(config), *results]
+            _may_report(report, shard, overwrite, inputs)
         spec = _load(config, backend)
         if report is not None:
             spec = spec.with_advantage(stats=True)
@@ -115,12 +118,13 @@ def run(
             _print(summaries, spec.advantage.backend, json)
 
 
-def _may_report(report: Path, shard: Shard, overwrite: bool) -> None:
+def _may_report(report: Path, shard: Shard, overwrite: bool, taken: list[Path]) -> None:
     if shard.size > 1:
         what = "a report is drawn by one process"
         raise ConflictingSettings(what, at="--report", found=f"{shard.size} ranks", hint="without torchrun")
     if report.exists() and not overwrite:
         raise OutputExists(f"{report} is there already", hint="another --report, or --overwrite")
+    check_outputs([report], taken)
 
 
 class _Bar:
@@ -192,9 +196,13 @@ def _print(summaries: list[Summary], backend: str, json: bool) -> None:
         typer.echo(jsonlib.dumps(facts, indent=1))
         return
     # A pipe has no width of its own, and 80 would cut numbers off.
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 100)
+    console = Console(markup=False, highlight=False, width=None if _at_terminal() else 100)
     for summary in summaries:
         console.print(result_table(summary))
+
+
+def _at_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()  # None where a caller closed it
 
 
 def _read(shard: Shard, paths: Iterable[Path]) -> tuple[dict[str, Any], Any] | None:
@@ -297,9 +305,15 @@ def tune(
     out: Annotated[Path, typer.Option(help="The YAML file to write; it loads as `buckets:`.")],
     config: ConfigOption = "default",
     steps: Annotated[int, typer.Option(help="Steps that the time to compile is spread over.")] = 100_000,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Draw batches of so many prompts from a folder.")] = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="Rows that the largest bucket holds at least.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the largest bucket holds at least.")] = 1,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Draw batches of so many prompts from a folder.", max=100_000)
+    ] = None,
+    max_rows: Annotated[
+        int, typer.Option(min=1, max=MOST_SIZE, help="Rows that the largest bucket holds at least.")
+    ] = 1,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, max=MOST_SIZE, help="Tokens that the largest bucket holds at least.")
+    ] = 1,
     picture: Annotated[Path | None, typer.Option(help="HTML file of the picture; beside --out if left out.")] = None,
 ) -> None:
     """Pick bucket boundaries for a workload's lengths, by the cost of padding and compiling on this machine."""
@@ -308,16 +322,16 @@ def tune(
     from compiled_adv import tune as tuner
 
     with _one_message():
+        drawn = picture or out.parent / f"{out.stem}.html"
+        check_outputs([out, drawn], [lengths, Path(config)])
         workload = tuner.read_lengths(lengths, prompts)
         tuner.check(workload, max_buckets, steps)
         cost = tuner.measure(_load(config, None), workload, steps)
         tuning = tuner.tune(workload, cost, max_buckets, (max_rows, max_tokens))
-        drawn = out.with_suffix(".html") if picture is None else picture
-        page = tuner.picture(tuning)
-        write_whole(out, tuner.as_yaml(tuning).encode())
-        write_whole(drawn, page.encode())
-    Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110).print(tuner.table(tuning))
-    typer.echo(f"wrote {out} and {drawn}")
+        write_together({out: tuner.as_yaml(tuning).encode(), drawn: tuner.picture(tuning).encode()})
+        width = None if _at_terminal() else 110
+        Console(markup=False, highlight=False, width=width).print(tuner.table(tuning))
+        typer.echo(f"wrote {out} and {drawn}")
 
 
 @app.command()
@@ -333,9 +347,7 @@ def dashboard(
 
     with _one_message():
         page, slower = write_dashboard(results, out, fail_on_regression)
-    typer.echo(f"wrote {page}")
-    for line in slower:
-        typer.echo(f"regression: {line}")
+        typer.echo("\n".join([f"wrote {page}", *(f"regression: {line}" for line in slower)]))
     raise typer.Exit(1 if slower else 0)
 
 
@@ -350,11 +362,11 @@ def conformance(
 
     with _one_message():
         results = run_folder(folder, backend=backend, rules=rules)
-    counts = Counter(result.status for result in results)
-    for result in results:
-        if result.status == "failed":
-            typer.echo(f"{result.name}: {' '.join(result.reason.split())}")
-    typer.echo(", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped")))
+        counts = Counter(result.status for result in results)
+        for result in results:
+            if result.status == "failed":
+                typer.echo(f"{result.name}: {' '.join(result.reason.split())}")
+        typer.echo(", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped")))
     raise typer.Exit(1 if counts["failed"] else 0)
 
 

@@ -5,7 +5,6 @@ A result is judged by its ratio to the streaming floor of the same run, never by
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from compiled_adv import page
 from compiled_adv.chart import Chart, Series, Table, section
 from compiled_adv.errors import BenchmarkMissing, MachinesDiffer, ResultsFile, listed
-from compiled_adv.files import write_whole
+from compiled_adv.files import check_outputs, read_json, write_whole
 
 RISE = 1.25  # a ratio to the floor that grew by more than this, with quartiles that do not overlap, is a regression
 RULE = (
@@ -97,16 +96,7 @@ def short(text: object) -> str:
 
 def read_run(path: Path) -> Run:
     """One file of results; ResultsFile where it is not one."""
-    try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise ResultsFile(f"{path} is too large for results", found=f"{size} bytes")
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ResultsFile(f"{path} cannot be read", found=error.strerror) from error
-    except (ValueError, RecursionError) as error:
-        what = f"{path} is {'empty' if not size else 'no JSON: it may have been cut short'}"
-        raise ResultsFile(what, found=error, hint="make bench writes perf/results/bench.json") from error
+    content = read_json(path, MOST_BYTES, ResultsFile, "make bench writes perf/results/bench.json")
     try:
         machine, commit = content["machine_info"], content["commit_info"]
         stamp = {str(name): short(value) for name, value in machine["stamp"].items()}
@@ -123,7 +113,12 @@ def read_run(path: Path) -> Run:
         raise ResultsFile(f"{path} does not say where it was measured", found=f"no {listed(missing)} in its stamp")
     if not results:
         raise ResultsFile(f"{path} holds no benchmark", hint="a run that was not cut short")
-    return Run(name, order, stamp, {each.key: each for each in results})
+    by_key = {each.key: each for each in results}
+    if len(by_key) < len(results):
+        seen = [each.key for each in results]
+        twice = next(key for key in by_key if seen.count(key) > 1)
+        raise ResultsFile(f"{path} holds a benchmark twice", found=twice)
+    return Run(name, order, stamp, by_key)
 
 
 def _result(given: Mapping[str, Any]) -> Result:
@@ -131,20 +126,32 @@ def _result(given: Mapping[str, Any]) -> Result:
     extra, stats = given.get("extra_info") or {}, given["stats"]
     median = _number(stats["median"], key)
     seconds = Ratio(median, _number(stats.get("q1", median), key), _number(stats.get("q3", median), key))
-    facts = {short(name): value for name, value in extra.items()}
+    facts = {short(name): _fact(value, key) for name, value in extra.items()}
     return Result(
         key=key,
         suite=short(extra.get("suite", "")),
         contender=short(extra.get("contender", "")),
         recipe=short(extra.get("recipe", "")),
         mask=short(extra.get("mask", "")),
-        shape=(int(extra.get("rows", 0)), int(extra.get("tokens", 0))),
+        shape=(_size(extra.get("rows", 0), key), _size(extra.get("tokens", 0), key)),
         seconds=seconds,
         rounds=int(stats.get("rounds", 1)),
         over_floor=None if extra.get("over_floor") is None else _ratio(extra["over_floor"], key),
         over={short(name): _ratio(value, key) for name, value in (extra.get("over") or {}).items()},
         facts=facts,
     )
+
+
+def _fact(value: Any, key: str) -> Any:
+    if isinstance(value, int | float) and not abs(value) < 1e15:
+        raise ResultsFile(f"{key} states a number that is none", found=value)
+    return value
+
+
+def _size(value: Any, key: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
+        raise ResultsFile(f"{key} has rows and tokens that are no whole numbers", found=value)
+    return value
 
 
 def _number(value: Any, key: str) -> float:
@@ -581,8 +588,9 @@ def dashboard(runs: Sequence[Run]) -> str:
 
 def write_dashboard(results: Sequence[Path], out: Path, baseline: Path | None = None) -> tuple[Path, list[str]]:
     """The page of some files in a folder, and the regressions against a baseline. Nothing is written on bad input."""
+    path = out / "index.html"
+    check_outputs([path], [*results, *([] if baseline is None else [baseline])])
     runs = read_runs(results)
     slower = [] if baseline is None else against_baseline(runs, results, baseline)
-    path = out / "index.html"
     write_whole(path, dashboard(runs).encode())
     return path, slower

@@ -11,7 +11,6 @@ they are at most MOST_TRIED, else by turns until neither improves, from two star
 from __future__ import annotations
 
 import bisect
-import json
 import math
 import random
 import statistics
@@ -22,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +32,9 @@ from torch import Tensor
 from compiled_adv.batch import concat_batch
 from compiled_adv.chart import Chart, Series, Table, section
 from compiled_adv.compiler import Compute
-from compiled_adv.errors import AdvantageWarning, InvalidValue, LengthsFile, shown
-from compiled_adv.page import page
+from compiled_adv.errors import AdvantageWarning, ConflictingSettings, InvalidValue, LengthsFile, shown
+from compiled_adv.files import read_json
+from compiled_adv.page import page, visible
 from compiled_adv.rollouts import find_rollouts, read_groups
 from compiled_adv.spec import Boundaries, Spec
 
@@ -46,6 +46,7 @@ MOST_TRIED = 100
 MOST_BUCKETS = 64
 MOST_SLOTS = 1 << 22  # of a shape that is timed; the cost of larger ones is extrapolated
 MOST_BYTES = 100_000_000
+MOST_STEPS = 10**12
 DRAWN = 200  # batches drawn from a folder of rollouts
 
 Shape = tuple[int, int]
@@ -78,27 +79,24 @@ def read_lengths(path: Path, prompts: int | None = None) -> Workload:
     {"lengths": [[tokens of each row], ...]}. A folder: every sub-folder is one batch; with `prompts`, 200 batches of so
     many prompts are drawn from all of it, with replacement.
     """
+    if prompts is not None and path.is_file():
+        raise ConflictingSettings("batches are drawn from a folder of rollouts", at="--prompts", found=str(path))
     shapes = _of_rollouts(path, prompts) if path.is_dir() else _of_json(path)
     if not shapes:
         raise LengthsFile(f"{path} holds no batch")
     for shape in shapes:
         if min(shape) < 1:
             raise LengthsFile(f"{path}: a batch has at least one row and one token", found=shown(list(shape)))
-    return Workload(Counter(shapes), path.name)
+    return Workload(Counter(shapes), visible(path.name))
 
 
 def _of_json(path: Path) -> list[Shape]:
     hint = '{"shapes": [[rows, tokens], ...]}, or {"lengths": [[tokens of each row], ...]}'
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise LengthsFile(f"{path} is larger than {MOST_BYTES} bytes")
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise LengthsFile(f"{path} cannot be read", found=error.strerror) from error
-    except (ValueError, RecursionError) as error:
-        raise LengthsFile(f"{path} is no JSON: it may be empty or cut short", found=error, hint=hint) from error
+    content = read_json(path, MOST_BYTES, LengthsFile, hint)
     if not isinstance(content, Mapping) or not {"shapes", "lengths"} & content.keys():
         raise LengthsFile(f"{path} holds no lengths", hint=hint)
+    if {"shapes", "lengths"} <= content.keys():
+        raise LengthsFile(f"{path} holds both shapes and lengths", hint=hint)
     if "lengths" in content:
         rows = [[_whole(x, path) for x in _list(row, path)] for row in _list(content["lengths"], path)]
         if any(min(row, default=0) < 1 for row in rows):
@@ -245,27 +243,50 @@ def boundaries(sizes: Mapping[int, float], most: int) -> tuple[int, ...]:
     """The at most `most` boundaries that minimise the sum of weight * (smallest boundary that is not below the size).
 
     `sizes`: size -> weight. Exact: best[i] is the least cost of the i smallest sizes with k boundaries, the largest of
-    which lies on the i-th.
+    which lies on the i-th. Time and memory grow with the number of sizes, not with its square.
     """
     ordered = sorted(sizes)
-    n, infinite = len(ordered), torch.full((1,), math.inf, dtype=torch.float64)
-    size_N = torch.tensor(ordered, dtype=torch.float64)
-    below_M = torch.tensor([0.0, *(sizes[x] for x in ordered)], dtype=torch.float64).cumsum(0)  # M = N + 1
-    # cost_MN[j, i]: sizes j up to and with i, all served by a boundary on i
-    cost_MN = size_N * (below_M[1:] - below_M[:, None])
-    cost_MN.masked_fill_(torch.arange(n + 1)[:, None] > torch.arange(n), math.inf)
-    best_M = torch.cat([torch.zeros(1, dtype=torch.float64), infinite.expand(n)])
+    n = len(ordered)
+    below = [0, *accumulate(sizes[x] for x in ordered)]
+    best: list[float] = [0, *[math.inf] * n]
     came, ends = [], []
     for _ in range(min(most, n)):
-        least_N, from_N = (best_M[:, None] + cost_MN).min(0)
-        best_M = torch.cat([infinite, least_N])
-        came.append([0, *from_N.tolist()])
-        ends.append(float(best_M[n]))
+        best, chosen = _one_more(ordered, below, best)
+        came.append(chosen)
+        ends.append(best[n])
     k, i, found = ends.index(min(ends)), n, []
     while i > 0:
         found.append(ordered[i - 1])
         i, k = came[k][i], k - 1
     return tuple(reversed(found))
+
+
+def _one_more(ordered: Sequence[int], below: Sequence[float], best: Sequence[float]) -> tuple[list[float], list[int]]:
+    """The least cost with one boundary more, and how many sizes lie under the ones before it.
+
+    With the last boundary on size x, after j sizes, the cost is  best[j] + x * (below[i] - below[j]):  lines in x whose
+    slope falls with j, so that those which are least somewhere are kept in order, and x only moves along them.
+    """
+    kept: list[int] = []
+    costs, chosen, at = [math.inf], [0], 0
+    for i, x in enumerate(ordered, 1):
+        j = i - 1
+        if best[j] < math.inf:
+            while len(kept) - at > 1 and _hidden(kept[-2], kept[-1], j, below, best):
+                kept.pop()
+            kept.append(j)
+        while (
+            at + 1 < len(kept) and best[kept[at + 1]] - x * below[kept[at + 1]] <= best[kept[at]] - x * below[kept[at]]
+        ):
+            at += 1
+        costs.append(best[kept[at]] + x * (below[i] - below[kept[at]]) if kept else math.inf)
+        chosen.append(kept[at] if kept else 0)
+    return costs, chosen
+
+
+def _hidden(a: int, b: int, c: int, below: Sequence[float], best: Sequence[float]) -> bool:
+    """Whether line b is nowhere the only least one, for a before b before c."""
+    return (best[c] - best[a]) * (below[b] - below[a]) <= (best[b] - best[a]) * (below[c] - below[a])
 
 
 def up(size: int, bounds: Sequence[int]) -> int:
@@ -279,16 +300,16 @@ def mean_slots(workload: Workload, rows: Sequence[int], tokens: Sequence[int]) -
 
 
 def _tokens_for(workload: Workload, rows: Sequence[int], most: int, top: int) -> tuple[int, ...]:
-    weights: dict[int, float] = {_aligned(top): 0.0}
+    weights: dict[int, float] = {_aligned(top): 0}
     for (b, t), n in workload.counts.items():
-        weights[_aligned(t)] = weights.get(_aligned(t), 0.0) + n * up(b, rows)
+        weights[_aligned(t)] = weights.get(_aligned(t), 0) + n * up(b, rows)
     return boundaries(weights, most)
 
 
 def _rows_for(workload: Workload, tokens: Sequence[int], most: int, top: int) -> tuple[int, ...]:
-    weights: dict[int, float] = {top: 0.0}
+    weights: dict[int, float] = {top: 0}
     for (b, t), n in workload.counts.items():
-        weights[b] = weights.get(b, 0.0) + n * up(t, tokens)
+        weights[b] = weights.get(b, 0) + n * up(t, tokens)
     return boundaries(weights, most)
 
 
@@ -376,8 +397,10 @@ def check(workload: Workload, most: int, steps: int) -> None:
         raise InvalidValue(what, at="--max-buckets", found=most, hint=f"1 to {min(len(workload.counts), MOST_BUCKETS)}")
     if most > MOST_BUCKETS:
         raise InvalidValue(f"at most {MOST_BUCKETS} buckets are tried", at="--max-buckets", found=most)
-    if steps < 1:
-        raise InvalidValue("compiling is spread over one step at least", at="--steps", found=steps)
+    if not 1 <= steps <= MOST_STEPS:
+        raise InvalidValue(
+            "compiling is spread over so many steps", at="--steps", found=steps, hint=f"1 to {MOST_STEPS}"
+        )
 
 
 def tune(workload: Workload, cost: Cost, most: int, top: Shape = (1, 1)) -> Tuning:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +158,43 @@ def test_a_page_that_cannot_be_written_leaves_nothing(good: Path, tmp_path: Path
     done = run(good, "--out", tmp_path / "out")
     assert done.exit_code == 2 and "OutputFailed" in done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good.json", "out"]
+
+
+@pytest.mark.parametrize("name", ["rows", "tokens", "difference", "padding"])
+@pytest.mark.parametrize("value", [10**400, float("nan"), float("inf")])
+def test_a_fact_that_is_no_number_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+    bad = results()
+    for each in bad["benchmarks"]:
+        each["extra_info"][name] = value
+    done = run(written(tmp_path / "bad.json", bad), "--out", tmp_path / "out")
+    assert done.exit_code == 2 and "ResultsFile" in done.output and not (tmp_path / "out").exists(), done.output
+
+
+@pytest.mark.parametrize("value", [-5, True, 1.5, "5"])
+def test_rows_that_are_no_whole_number_are_refused(value: Any, tmp_path: Path) -> None:
+    bad = results()
+    bad["benchmarks"][0]["extra_info"]["rows"] = value
+    done = run(written(tmp_path / "bad.json", bad), "--out", tmp_path / "out")
+    assert done.exit_code == 2 and "no whole numbers" in done.output, done.output
+
+
+def test_a_benchmark_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    bad = results()
+    bad["benchmarks"].append(bad["benchmarks"][0])
+    done = run(written(tmp_path / "bad.json", bad), "--out", tmp_path / "out")
+    assert done.exit_code == 2 and "a benchmark twice" in done.output, done.output
+
+
+def test_a_page_does_not_take_the_place_of_its_results(tmp_path: Path) -> None:
+    source = written(tmp_path / "index.html", results())
+    before = source.read_bytes()
+    done = run(source, "--out", tmp_path)
+    assert done.exit_code == 2 and "is an input" in done.output and source.read_bytes() == before
+
+
+@pytest.mark.parametrize("to, code", [(">&-", 0), (">/dev/full", 2)])
+def test_an_output_that_takes_nothing_is_no_traceback(good: Path, tmp_path: Path, to: str, code: int) -> None:
+    words = [sys.executable, "-m", "compiled_adv", "dashboard", str(good), "--out", str(tmp_path / "out")]
+    done = subprocess.run(["sh", "-c", f'exec "$@" {to}', "sh", *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    assert (tmp_path / "out/index.html").exists()

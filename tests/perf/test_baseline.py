@@ -2,8 +2,9 @@
 
 import pytest
 
-from compiled_adv.dashboard import write_dashboard
-from perf.baseline import reduced
+from compiled_adv.dashboard import read_run, write_dashboard
+from compiled_adv.errors import OutputFailed, ResultsFile
+from perf.baseline import reduced, write_baseline
 from tests.results import results, written
 
 
@@ -18,3 +19,27 @@ def test_a_baseline_drops_what_is_not_judged():
     kept = reduced(results())["benchmarks"]
     assert {each["extra_info"]["contender"] for each in kept} == {"compiled", "eager"}
     assert all(each["extra_info"]["over_floor"] for each in kept)
+
+
+def test_what_a_dashboard_reads_is_enough_for_a_baseline(tmp_path):
+    bare = results()
+    del bare["datetime"], bare["commit_info"]["dirty"], bare["benchmarks"][0]["stats"]["q1"]
+    bare["benchmarks"][1]["extra_info"] = None
+    write_baseline(written(tmp_path / "run.json", bare), tmp_path / "baseline.json")
+    assert read_run(tmp_path / "baseline.json").results
+
+
+def test_a_baseline_does_not_take_the_place_of_its_run(tmp_path):
+    run = written(tmp_path / "run.json", results())
+    before = run.read_bytes()
+    with pytest.raises(OutputFailed):
+        write_baseline(run, run)
+    assert run.read_bytes() == before
+
+
+def test_a_run_without_a_floor_is_no_baseline(tmp_path):
+    for each in (none := results())["benchmarks"]:
+        each["extra_info"].pop("over_floor", None)
+    with pytest.raises(ResultsFile):
+        write_baseline(written(tmp_path / "run.json", none), tmp_path / "baseline.json")
+    assert not (tmp_path / "baseline.json").exists()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import compiled_adv
 from compiled_adv.cli import app
 from compiled_adv.config_file import bucket_files
-from compiled_adv.errors import InvalidValue
+from compiled_adv.errors import ConflictingSettings, InvalidValue
 from compiled_adv.rollouts import EMBEDDED
 from compiled_adv.tune import (
     ALIGN,
@@ -146,6 +146,8 @@ def test_a_folder_of_rollouts_gives_its_shapes() -> None:
         ({"shapes": [5]}, "a list is needed"),
         ({"lengths": [[5, 0]]}, "at least one token"),
         ({"lengths": [[]]}, "at least one token"),
+        ({"lengths": [[5]], "shapes": [[1, 2]]}, "both"),
+        ('{"shapes": [[1, 2]], "shapes": [[3, 4]]}', "twice"),
     ],
 )
 def test_lengths_that_are_none_are_refused(content: Any, says: str, tmp_path: Path) -> None:
@@ -181,3 +183,42 @@ def test_a_shipped_file_serves_every_batch_that_it_came_from(name: str) -> None:
     buckets = compiled_adv.load_config({"advantage": {"compiled": {"buckets": name}}}).advantage.compiled.buckets
     assert buckets is not None
     assert max(b for b, _ in work.counts) <= max(buckets.rows) and max(t for _, t in work.counts) <= max(buckets.tokens)
+
+
+@pytest.mark.parametrize("name", [".", "", "lengths.json", "mine.html", "folder"])
+def test_a_file_that_cannot_be_written_or_spoils_another_is_refused_before_timing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("lengths.json").write_text('{"shapes": [[1, 2]]}')
+    done = CliRunner().invoke(app, ["tune", "--lengths", "lengths.json", "--max-buckets", "1", "--out", name])
+    assert done.exit_code == 2 and "OutputFailed" in done.output, done.output
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "lengths.json"]
+    assert Path("lengths.json").read_text() == '{"shapes": [[1, 2]]}'
+
+
+@pytest.mark.parametrize("option", ["--steps", "--max-rows", "--max-tokens", "--prompts"])
+def test_a_number_that_no_float_holds_is_refused(option: str, tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text('{"shapes": [[1, 2]]}')
+    words = ["tune", "--lengths", tmp_path / "lengths.json", "--max-buckets", "1", "--out", tmp_path / "x.yaml"]
+    done = CliRunner().invoke(app, [*map(str, words), option, str(10**400)])
+    assert done.exit_code == 2 and not (tmp_path / "x.yaml").exists(), done.output
+
+
+def test_prompts_are_drawn_from_a_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text('{"shapes": [[1, 2]]}')
+    with pytest.raises(ConflictingSettings):
+        read_lengths(tmp_path / "lengths.json", prompts=3)
+
+
+@pytest.mark.parametrize("name", ["a\x01.json", "a\udc80.json", "a\n b: 5.json"])
+def test_whatever_lengths_are_called_what_is_written_loads(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"shapes": [[1, 2], [3, 4]]}')
+    (tmp_path / "mine.yaml").write_text(as_yaml(tune(read_lengths(tmp_path / name), COST, 1)), "utf-8")
+    spec = compiled_adv.load_config({"advantage": {"compiled": {"buckets": str(tmp_path / "mine.yaml")}}})
+    assert spec.advantage.compiled.buckets is not None
+
+
+def test_many_sizes_take_no_square_of_memory() -> None:
+    assert len(boundaries(dict.fromkeys(range(1, 50_001), 1), 3)) == 3
