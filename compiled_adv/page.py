@@ -194,7 +194,9 @@ def _cell(value: object) -> str:
 
 
 def number(x: float) -> str:
-    """As a reader wants it: four digits that count, thousands apart."""
+    """As a reader wants it: four digits that count, thousands apart; a dash for NaN."""
+    if x != x:
+        return "–"
     if isinstance(x, int) or (math.isfinite(x) and x == int(x) and abs(x) < 1e6):
         return f"{int(x):,}"
     return f"{x:,.0f}" if 1e4 <= abs(x) < 1e6 else f"{x:.4g}"

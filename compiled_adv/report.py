@@ -21,8 +21,8 @@ from compiled_adv import page, picture
 from compiled_adv.batch import as_meta
 from compiled_adv.channel import OPTIONAL, STATS
 from compiled_adv.compiler import Compute
-from compiled_adv.errors import AdvantageWarning
-from compiled_adv.files import write_whole
+from compiled_adv.errors import AdvantageWarning, PluginRaised, PluginResult
+from compiled_adv.files import check_outputs, write_whole
 from compiled_adv.page import Markup, Section, Tile, escape, label, number
 from compiled_adv.status import WARNINGS
 
@@ -65,7 +65,8 @@ def write(
     """Compute a batch and write its report; gives what `compute(batch, meta, **per_call)` gives.
 
     `decode`: token ids to text, such as a tokenizer's; it gets one id at a time. Raises as compute does, and
-    OutputFailed or ExtraMissing."""
+    OutputFailed, ExtraMissing, or PluginRaised or PluginResult for `decode`."""
+    check_outputs([Path(path)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AdvantageWarning)  # the page shows them
         out = compute(batch, meta, **per_call)
@@ -292,7 +293,8 @@ def _histogram(title: str, values: Tensor, of: str, count: str, colour: str) -> 
         return page.paragraph(f"{title}: nothing to show.")
     low, high = float(values.min()), float(values.max())
     if low == high:
-        low, high = low - 0.5, high + 0.5
+        half = max(0.5, abs(low) / 1000)  # as wide as can be told apart
+        low, high = low - half, high + half
     counts = torch.histc(values, BINS, low, high).to(torch.int64).tolist()
     width = (high - low) / BINS
     centres = [low + width * (i + 0.5) for i in range(BINS)]
@@ -383,7 +385,7 @@ def _tokens(batch: Batch, b: int, start: int, active_T: Tensor, values_T: Tensor
         at = start + t + 1  # the token that column t chose
         if at >= len(ids_T) or not bool(batch.out["attention_mask"][b, at]):
             break
-        text = escape(ids_T[at] if decode is None else decode([ids_T[at]]), 40)
+        text = escape(ids_T[at] if decode is None else _decoded(decode, ids_T[at]), 40)
         if not active:
             parts.append(f"<i>{text}</i>")
             continue
@@ -394,6 +396,16 @@ def _tokens(batch: Batch, b: int, start: int, active_T: Tensor, values_T: Tensor
     words = Markup(f'<div class="tokens">{(" " if decode is None else "").join(parts)}</div>')
     kind = "token ids" if decode is None else "text"
     return page.folded(f"row {b}: reward {float(batch.out['rewards'][b]):.4g}, its {kind}", words)
+
+
+def _decoded(decode: Callable[[list[int]], str], token: int) -> str:
+    try:
+        text = decode([token])
+    except Exception as error:
+        raise PluginRaised("decode raised", at="decode", found=f"{type(error).__name__}: {error}") from error
+    if not isinstance(text, str):
+        raise PluginResult("decode gives no text", at="decode", found=type(text), hint="a string for a list of ids")
+    return text
 
 
 # ---- the graph ----

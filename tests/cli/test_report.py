@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 import compiled_adv
 from compiled_adv import report
-from compiled_adv.errors import CompiledAdvError, OutputFailed
+from compiled_adv.errors import CompiledAdvError, OutputFailed, PluginRaised, PluginResult
 from tests.cli.conftest import prompt
 
 EVIL = "<script>alert(1)</script>"
@@ -105,3 +105,29 @@ def test_the_picture_is_of_the_graph_that_the_batch_took(tmp_path):
     for batch, there in ((prompt(2, 6, 0.0), False), (prompt(2, 6, 0.0) | {"token_rewards": torch.zeros(2, 6)}, True)):
         report.write(tmp_path / "page.html", compute(), batch)
         assert ("AlignedRewards" in (tmp_path / "page.html").read_text()) == there
+
+
+def raises(ids):
+    raise KeyError(ids[0])
+
+
+@pytest.mark.parametrize("decode, error", [(raises, PluginRaised), (5, PluginRaised), (lambda ids: None, PluginResult)])
+def test_a_decode_that_breaks_is_one_error_and_leaves_no_page(tmp_path, decode, error):
+    with pytest.raises(error, match="decode"):
+        report.write(tmp_path / "page.html", compute(), prompt(2, 6, 0.0), decode=decode)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["group_000.safetensors", "group_001.safetensors"])
+def test_a_report_does_not_take_the_place_of_a_rollout_or_a_result(rollouts, shell, tmp_path, name):
+    before, out = (rollouts / name).read_bytes(), tmp_path / "out"
+    words = ("run", "--backend", "eager", "--rollouts", rollouts, "--out", out, "--overwrite", "--report")
+    for page in (rollouts / name, out / name, "."):
+        result = shell(*words, page)
+        assert result.exit_code == 2 and "OutputFailed" in result.output, result.output
+    assert (rollouts / name).read_bytes() == before and not out.exists()
+
+
+def test_rewards_that_are_equal_and_huge_have_bars_of_some_width():
+    block = report._histogram("Rewards", torch.full((4,), 1e30), "reward", "rollouts", "@blue")
+    assert '"width":0.0,' not in block
