@@ -75,7 +75,7 @@ class Compute:
         self._ladder = ladder(spec)
         self._passes = find_passes(spec)
         self._warned: set[str] = set()
-        self._stats = Stats()
+        self._stats = Stats(measures=spec.advantage.stats and not spec.override)
         self._shadow = shadow_of(spec, self._resolved, self._run)
         self._eager: dict[Kind, EagerExecutable] = {}
         self._programs: dict[Kind, Program] = {}

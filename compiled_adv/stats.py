@@ -1,5 +1,6 @@
 """Takes what each call found; gives a flat dict of floats for a trainer's logger."""
 
+import math
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -11,7 +12,9 @@ from compiled_adv.status import WARNINGS
 class Stats:
     """Calls so far, and seconds, warnings and measurements of the last one. The names are the same at every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, measures: bool) -> None:
+        """`measures`: whether calls bring what STATS names; until the first has, all of it is NaN."""
+        self._measures = measures
         self._calls = 0
         self._seconds = 0.0
         self._rows: dict[str, int] = {}
@@ -26,5 +29,7 @@ class Stats:
 
     def flat(self) -> dict[str, float]:
         rows = {f"warnings/{name}": float(self._rows.get(name, 0)) for name in WARNINGS}
-        measured = {} if self._measured is None else dict(zip(STATS, self._measured.flatten().tolist(), strict=True))
+        measured = dict.fromkeys(STATS, math.nan) if self._measures else {}
+        if self._measured is not None:
+            measured = dict(zip(STATS, self._measured.flatten().tolist(), strict=True))
         return {"calls": float(self._calls), "seconds": self._seconds} | measured | rows

@@ -244,4 +244,4 @@ def _core_algos() -> Any:
 
 # verl imports its external modules for what this does.
 if os.environ.get("VERL_USE_EXTERNAL_MODULES") and __name__ in os.environ["VERL_USE_EXTERNAL_MODULES"].split(","):
-    enable(os.environ.get(REPLACE, "").split(","))
+    enable(name.strip() for name in os.environ.get(REPLACE, "").split(","))

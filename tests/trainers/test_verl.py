@@ -49,7 +49,7 @@ def test_a_worker_has_our_estimators_after_importing_verl() -> None:
 
 
 def test_a_worker_replaces_verls_own_only_by_choice() -> None:
-    found = worker("registered", COMPILED_ADV_VERL_REPLACE="gae,grpo")
+    found = worker("registered", COMPILED_ADV_VERL_REPLACE="gae, grpo")
     assert found["gae"] == found["registry"]["gae"] == found["registry"]["grpo"] == ours.__name__
     assert found["registry"]["rloo"] == core_algos.__name__
 

@@ -130,6 +130,13 @@ def test_what_a_batch_lacks_is_nan_under_the_same_names(backend):
     assert all(isinstance(value, float) for value in found.values())
 
 
+def test_names_are_there_before_the_first_call():
+    compute = compiled_adv.build({"actor": {"advantage": {"backend": "eager", "stats": True}}})
+    before = compute.stats()
+    compute(batch())
+    assert before.keys() == compute.stats().keys() and math.isnan(before["advantage/mean"])
+
+
 @pytest.mark.parametrize("backend", ["reference", "eager"])
 def test_rows_of_one_rollout_are_one_voice_in_the_spread_of_a_group(backend):
     meta = {
