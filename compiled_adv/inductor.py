@@ -58,6 +58,8 @@ def settings_of(device: torch.device) -> dict[str, Any]:
     return SETTINGS if device.type == "cpu" else SETTINGS | {"assert_indirect_indexing": False}
 
 
+WRITING = 600  # seconds that a compiler may take to write a library
+
 # Dynamo and Inductor compile one graph at a time.
 LOCK = threading.RLock()
 
@@ -118,6 +120,7 @@ def compile_graph(
     )
     start = time.time()
     with LOCK, _cache(cache_dir), torch.no_grad():
+        _remove_cut_off()
         while True:
             try:
                 compiled(*example)
@@ -191,14 +194,31 @@ def _places(some: Sequence[Any], others: Sequence[Any]) -> list[int] | None:
     return [places[0] for places in found] if all(len(places) == 1 for places in found) else None
 
 
-def _remove_damaged(error: Exception, start: float) -> bool:
-    """Delete the files of torch's cache that an error names, unless they are new; False where there is none."""
-    pattern = re.escape(cache_dir_utils.cache_dir()) + r"[\w/.-]+"
-    named = {Path(found) for found in re.findall(pattern, f"{error} {error.__cause__} {error.__context__}")}
-    damaged = [path for path in named if path.is_file() and path.stat().st_mtime < start]
-    for path in damaged:
+def _remove_damaged(error: BaseException, start: float) -> bool:
+    """Delete the files of torch's cache that an error names, and what they were made from, unless all of it is new;
+    False where there is none."""
+    pattern, named = re.escape(cache_dir_utils.cache_dir()) + r"[\w/.-]+", set()
+    cause: BaseException | None = error
+    while cause is not None:
+        named |= {Path(found) for found in re.findall(pattern, f"{cause} {getattr(cause, 'path', None)}")}
+        cause = cause.__cause__ or cause.__context__
+    families = [[*path.parent.glob(f"{path.name.split('.')[0]}.*")] for path in named]
+    damaged = [family for family in families if any(path.stat().st_mtime < start for path in family if path.is_file())]
+    for path in (path for family in damaged for path in family if path.is_file()):
         path.unlink(missing_ok=True)
     return bool(damaged)
+
+
+def _remove_cut_off() -> None:
+    """Delete libraries in torch's cache that end too early, to load one of which ends the process, unless they are so
+    new that another process may be writing them."""
+    for path in Path(cache_dir_utils.cache_dir()).rglob("*.so"):
+        with suppress(OSError), path.open("rb") as file:
+            head = file.read(64)
+            at, size, count = (int.from_bytes(head[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
+            found, whole = path.stat(), at + size * count
+            if head[:5] == b"\x7fELF\x02" and found.st_size < whole and found.st_mtime < time.time() - WRITING:
+                path.unlink()
 
 
 def _watched(compiled: Compiled) -> Compiled:
