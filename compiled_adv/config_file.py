@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from compiled_adv.errors import ConfigError, ConfigNotFound, InvalidValue, suggest
+from compiled_adv.files import unique_keys
 
 MAX_BYTES = 1_000_000
 MAX_NODES = 100_000  # aliases counted as often as they are used, so that a small file cannot stand for a huge one
@@ -64,6 +65,10 @@ def find(config: str | os.PathLike[str], known: dict[str, Path] | None = None) -
 
 def read(path: Path) -> tuple[Any, dict[str, int]]:
     """The content of a YAML or JSON file, and the line of each dotted key (YAML only). A key twice is an error."""
+
+    def twice(key: str) -> ConfigError:
+        return InvalidValue(f"the key '{key}' is given twice", at=path.name)
+
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -73,7 +78,7 @@ def read(path: Path) -> tuple[Any, dict[str, int]]:
         raise InvalidValue(f"a configuration file has at most {MAX_BYTES} bytes", at=path.name)
     try:
         if path.suffix == ".json":
-            return json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, path)), {}
+            return json.loads(raw, object_pairs_hook=lambda pairs: unique_keys(pairs, twice)), {}
         return _read_yaml(raw, path)
     except ConfigError:
         raise
@@ -116,12 +121,3 @@ def _walk(root: yaml.Node, start: tuple[str, ...], lines: dict[str, int], path: 
                 names.add(name)
                 lines[".".join((*keys, name))] = line
                 todo.append((value, (*keys, name)))
-
-
-def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidValue(f"the key '{twice}' is given twice", at=path.name)
-    return content

@@ -164,11 +164,12 @@ def _differences(key: str, got: Mapping[str, Any], array: Mapping[str, Any]) -> 
     if actual.shape != expected.shape:
         yield f"{key} has shape {list(actual.shape)}, should be {list(expected.shape)}"
         return
-    have, want = (x.detach().to("cpu", torch.float64) for x in (actual, expected))
-    wrong = unequal(have, want, TOLERANCE)
+    actual = actual.detach().cpu()
+    wrong = unequal(actual, expected, TOLERANCE)
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
-        yield f"{key}{list(at)} is {have[at].item():.7g}, should be {want[at].item():.7g} ({int(wrong.sum())} wrong)"
+        have, want = actual[at].item(), expected[at].item()
+        yield f"{key}{list(at)} is {have:.7g}, should be {want:.7g} ({int(wrong.sum())} wrong)"
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +79,20 @@ def _keep_names(folder: Path) -> None:
             os.close(descriptor)
 
 
+def unique_keys(pairs: Sequence[tuple[str, Any]], twice: Callable[[str], Exception]) -> dict[str, Any]:
+    """An object of JSON, for `object_pairs_hook`; raises twice(key) for a key that it gives twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise twice(next(name for name in names if names.count(name) > 1))
+    return content
+
+
 def read_json(path: Path, most: int, mistake: type[FileError], hint: str) -> Any:
     """The content of a JSON file of at most so many bytes; `mistake` where it has none, or a key twice."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        if len(content) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in content if names.count(name) > 1)
-            raise mistake(f"{path} holds a key twice in one object", found=shown(twice))
-        return content
+    def twice(key: str) -> FileError:
+        return mistake(f"{path} holds a key twice in one object", found=shown(key))
 
     try:
         with path.open("rb") as file:
@@ -100,7 +104,7 @@ def read_json(path: Path, most: int, mistake: type[FileError], hint: str) -> Any
     if not raw.strip():
         raise mistake(f"{path} is empty, so no JSON", hint=hint)
     try:
-        return json.loads(raw, object_pairs_hook=unique)
+        return json.loads(raw, object_pairs_hook=lambda pairs: unique_keys(pairs, twice))
     except mistake:
         raise
     except (ValueError, RecursionError) as error:

@@ -58,6 +58,9 @@ def settings_of(device: torch.device) -> dict[str, Any]:
     return SETTINGS if device.type == "cpu" else SETTINGS | {"assert_indirect_indexing": False}
 
 
+# Torch keeps readers of one channel apart if they stand 64 nodes from each other: each would read memory again.
+FAR = "are_long_distant_nodes"
+
 WRITING = 600  # seconds that a compiler may take to write a library
 
 # Dynamo and Inductor compile one graph at a time.
@@ -99,7 +102,8 @@ def compile_graph(
         _put_native(graph, replace)
         wanted = _keep_row_values(graph)
         known = set(map(id, PyCodeCache.modules))
-        with patch.object(lowering, "range_mask_high", _below), patch.object(Scheduler, FAR, _never, create=True):
+        nothing_is_far = patch.object(Scheduler, FAR, lambda *_: False, create=True)
+        with patch.object(lowering, "range_mask_high", _below), nothing_is_far:
             compiled: Any = compile_fx(graph, inputs, config_patches=settings_of(example[0].device))
         if max(x.numel() for x in inputs) * 4 >= LEAST_BYTES:
             for module in PyCodeCache.modules:
@@ -202,7 +206,7 @@ def _remove_damaged(error: BaseException, start: float) -> bool:
     while cause is not None:
         named |= {Path(found) for found in re.findall(pattern, f"{cause} {getattr(cause, 'path', None)}")}
         cause = cause.__cause__ or cause.__context__
-    families = [[*path.parent.glob(f"{path.name.split('.')[0]}.*")] for path in named]
+    families = [[path, *path.parent.glob(f"{path.name.split('.')[0]}.*")] for path in named]
     damaged = [family for family in families if any(path.stat().st_mtime < start for path in family if path.is_file())]
     for path in (path for family in damaged for path in family if path.is_file()):
         path.unlink(missing_ok=True)
@@ -267,14 +271,6 @@ def _keep_row_values(graph: fx.GraphModule) -> int:
 def _below(column: Any, width: Any) -> Any:
     """The bound of a padded shift, compared as int32, sixteen at once. Torch compares int64, eight at once."""
     return ops.lt(ops.index_expr(column, torch.int32), ops.index_expr(width, torch.int32))
-
-
-# Torch keeps readers of one channel apart if they stand 64 nodes from each other: each would read memory again.
-FAR = "are_long_distant_nodes"
-
-
-def _never(*_: Any) -> bool:
-    return False
 
 
 def _lend_outputs(module: Any) -> None:

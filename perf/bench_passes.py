@@ -15,7 +15,10 @@ from perf.measure import record
 from perf.shapes import LADDERS
 
 # Where a pass fires; else token_gae_gvpo is the place.
-PLACES: Mapping[str, str] = dict.fromkeys(("all", "drop_idle", "broadcast_outcome"), "grpo_with_ref")
+PLACES: Mapping[str, str] = {
+    "share": "both_norms_by_group",
+    **dict.fromkeys(("all", "drop_idle", "broadcast_outcome"), "grpo_with_ref"),
+}
 
 
 def contenders(ladder: str) -> list[tuple[cases.Case, str]]:

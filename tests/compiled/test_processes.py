@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import compiled_adv
+from compiled_adv import inductor
 from tests.compiled.shared import GRPO, assert_right, assert_same, built, case_of, configured, run
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +102,17 @@ def test_a_damaged_cache_is_rebuilt(cold, damage: str, tmp_path: Path):
     if damage == "everything cut off":
         found = finish(start(broken, tmp_path / "again.pt"))
         assert found["hit"] == 1, "what was rebuilt is kept"
+
+
+def test_what_an_error_names_is_removed_with_what_it_was_made_from_unless_it_is_new(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for name in ("entry", "kernel.so", "kernel.main.cpp", "kernels.so", "fresh.so"):
+        (tmp_path / name).write_bytes(b"\0")
+        os.utime(tmp_path / name, (0, 0) if name != "fresh.so" else None)
+    error = ImportError("no PyInit_kernel", path=str(tmp_path / "kernel.so"))
+    error.__cause__ = OSError(f"{tmp_path}/entry cannot be read, nor {tmp_path}/fresh.so")
+    assert inductor._remove_damaged(error, 1.0) and not inductor._remove_damaged(error, 1.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh.so", "kernels.so"]
 
 
 def test_a_cache_folder_that_another_process_wipes_is_filled_again(tmp_path: Path):
