@@ -1,5 +1,5 @@
-"""What is timed: a case is (recipe, shape, mask); its contenders are our backends, the compiled one with fewer passes,
-the floor and the peers.
+"""What is timed: a case is (recipe, shape, mask); its contenders are our backends, the compiled one with fewer passes
+or with stats, the floor and the peers.
 
 Every answer is compared before it counts: a backend with eager, a peer with ours. `stamp` says on what it ran.
 """
@@ -32,8 +32,13 @@ from perf.shapes import EVERY, Recipe
 
 BACKENDS = ("eager", "compiled")
 PASSES = ("all", *(each.name for each in DEFAULT))
-WITHOUT: Mapping[str, list[str]] = {  # the passes of the compiled backend with one of them, or all, left out
-    f"without {name}": [each.name for each in DEFAULT if name not in ("all", each.name)] for name in PASSES
+STATS = "with stats"
+VARIANTS: Mapping[str, Mapping[str, Any]] = {  # settings of the compiled backend: less a pass, or all; and with stats
+    **{
+        f"without {name}": {"compiled": {"passes": [each.name for each in DEFAULT if name not in ("all", each.name)]}}
+        for name in PASSES
+    },
+    STATS: {"stats": True},
 }
 TOLERANCE = 1e-4  # of the answers, against 1 + |expected|
 
@@ -118,9 +123,9 @@ def _floor(case: Case, fresh: bool, threads: int) -> Contender:
 
 def _backend(recipe: Recipe, name: str, batch: Mapping[str, Tensor], meta: Any) -> Callable[[], dict[str, Tensor]]:
     try:
-        compute = _built(recipe, {"backend": "compiled" if name in WITHOUT else name})
-        if name in WITHOUT:
-            every, compute = compute, _built(recipe, {"compiled": {"passes": WITHOUT[name]}})
+        compute = _built(recipe, {"backend": "compiled" if name in VARIANTS else name})
+        if name in VARIANTS:
+            every, compute = compute, _built(recipe, VARIANTS[name])
             if _program(every, batch, recipe) == _program(compute, batch, recipe):
                 raise peers.Unsupported("the same program")
         with warnings.catch_warnings():

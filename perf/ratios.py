@@ -74,7 +74,7 @@ def measure(case: cases.Case, wanted: Sequence[str], *, threads: int, fresh: boo
         try:
             if name == "floor":
                 contenders[name] = case.floor(fresh=fresh, threads=threads)
-            elif name in (*cases.BACKENDS, *cases.WITHOUT):
+            elif name in (*cases.BACKENDS, *cases.VARIANTS):
                 contenders[name] = case.backend(name)
             else:
                 contenders[name] = case.peer(name)
@@ -128,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--backends", nargs="+", choices=cases.BACKENDS, default=list(cases.BACKENDS))
     parser.add_argument("--peers", nargs="*", choices=peers.NAMES, default=list(peers.NAMES))
     parser.add_argument("--without", nargs="+", choices=cases.PASSES, help="instead: the compiled backend less a pass")
+    parser.add_argument("--stats", action="store_true", help="instead: the compiled backend with stats")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--fresh", action="store_true", help="the floor writes new memory on every call")
     parser.add_argument("--seconds", type=float, default=20.0, help="time for one case")
@@ -135,14 +136,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(argv)
 
     wanted = [*asked.backends, "floor", *asked.peers]
-    if asked.without:
-        wanted = ["compiled", *(f"without {name}" for name in asked.without)]
+    variants = [*(f"without {name}" for name in asked.without or ()), *([cases.STATS] if asked.stats else [])]
+    if variants:
+        wanted = ["compiled", *variants]
     torch.set_num_threads(asked.threads)
     records, notes = [], defaultdict(set)
     differences: dict[str, float] = defaultdict(float)
     stamp = cases.stamp(asked.threads)
     print(", ".join(f"{name} {value}" for name, value in stamp.items()))
-    ours = "compiled" if asked.without else asked.backends[-1]
+    ours = "compiled" if variants else asked.backends[-1]
     print(HEAD.format(ours=ours))
     for recipe in asked.recipes:
         for rows_and_tokens in asked.shapes:
